@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from models_tiny import tiny_model, tiny_tokenizer, write_folder
+from models_tiny import tiny_model, write_folder
 from qbe.errors import QBEError
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
@@ -19,7 +19,7 @@ from qbe.kernels.reference import descent as reference
 from qbe.store import calibrate as module
 from qbe.store import checkpoint, descent, kept, tuning
 from qbe.store import prepare as prepare_module
-from qbe.store.calibrate import calibrate, damped, read_tokens, second_moments
+from qbe.store.calibrate import calibrate, damped, second_moments
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable
@@ -185,21 +185,6 @@ def test_dead_inputs_are_rounded_to_nearest() -> None:
     )
     assert (after[:2].sum(-1) < before[:2].sum(-1)).all()
     assert torch.isfinite(after).all()
-
-
-def test_texts_that_do_not_do_are_refused(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    with pytest.raises(QBEError, match=r"cannot be read: No such file"):
-        read_tokens(tmp_path / "none.txt", tokenizer, 128)
-    (tmp_path / "short.txt").write_text("a few words")
-    with pytest.raises(QBEError, match=r"has \d+ tokens; give"):
-        read_tokens(tmp_path / "short.txt", tokenizer, 128)
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00" * 1000)
-    with pytest.raises(QBEError, match="not valid UTF-8"):
-        read_tokens(tmp_path / "binary.txt", tokenizer, 128)
-    (tmp_path / "long.txt").write_text("he said a thing or two. " * 20_000)
-    tokens = read_tokens(tmp_path / "long.txt", tokenizer, 128)
-    assert tokens.shape == (256, 128)
 
 
 def test_quantize_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -12,11 +12,12 @@ from scipy.stats import spearmanr
 from cli_process import qbe
 from conftest import byte_tokenizer, tiny_llama
 from qbe.sites import SiteTable
-from qbe.store import checkpoint, estimating, kv_sensitivity, prepare, sensitivity, sensitivity_table
+from qbe.store import checkpoint, estimating, kv_sensitivity, prepare, sensitivity_table
+from qbe.store.calibration_text import built_in
 from qbe.store.estimate import Estimate, zero_sum
-from qbe.store.estimating import estimate_model, texts_of
+from qbe.store.estimating import estimate_model
 from qbe.store.layerwise import Layerwise, NotLayered
-from qbe.store.measure import measure_model
+from qbe.store.measure import SEGMENTS, measure_model
 from qbe.store.nested_linears import NestedWeightConfig, nest
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable, smooth_model, with_store
@@ -43,10 +44,10 @@ def test_they_are_near_what_is_measured(device: torch.device) -> None:
     model, table = nested_model()
     tokenizer = byte_tokenizer()
     measured = measure_model(model, tokenizer, table, progress=False)
-    tokens, kv_tokens = texts_of(model, tokenizer)
+    tokens, kv_tokens = built_in().sensitivity(tokenizer, model)[:SEGMENTS], built_in().kv(tokenizer, model)
     weights = {s.name: model.get_submodule(s.name).weight for s in table.nested}
     walk = Layerwise(model, decoder_layers(model, table), device)
-    found = Estimate(walk, {s.name: s.role for s in table.nested}, tokens, kv_tokens, (4, 6, 8), draws=64)
+    found = Estimate(walk, {s.name: s.role for s in table.nested}, tokens, kv_tokens, (4, 6, 8), draws=512)
     found.head(lambda rows: NestedTensor.from_weight(rows, keep_original=False))
     for i in reversed(range(4)):
         found.layer(i, weights)
@@ -62,8 +63,7 @@ def test_they_are_near_what_is_measured(device: torch.device) -> None:
     head = [s.name for s in table.nested if s.layer is None]
     assert guessed.weights[head[0]][4] == pytest.approx(measured.weights[head[0]][4], rel=0.15)
     assert guessed.difficult_entropy == pytest.approx(measured.difficult_entropy, rel=1e-3)
-    whole = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True)
-    known_kv = kv_sensitivity.measure(model, table, whole[:, :512])
+    known_kv = kv_sensitivity.measure(model, table, built_in().kv(tokenizer, model))
     assert [(s.layer, s.head, s.numbers) for s in found.kv] == [(s.layer, s.head, s.numbers) for s in known_kv]
     for bits in (4, 2):
         assert sum(s.sensitivity[bits] for s in found.kv) == pytest.approx(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import byte_tokenizer, tiny_llama
+from conftest import tiny_llama
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 from qbe.store import sensitivity
@@ -62,11 +62,6 @@ def test_bits_and_layers_are_as_before_afterwards(device: torch.device) -> None:
     sensitivity.measure(model, table, TOKENS)
     assert all(model.get_submodule(n).weight.bits is b for n, b in before.items())
     assert torch.equal(model(input_ids=TOKENS.to(device)).logits, logits)
-
-
-def test_the_built_in_text_suits_any_tokenizer() -> None:
-    tokens = sensitivity.calibration_tokens(byte_tokenizer())
-    assert tokens.shape == (4, sensitivity.SEGMENT_TOKENS)
 
 
 def test_without_originals_there_is_nothing_to_compare_with() -> None:

@@ -14,6 +14,7 @@ import typer
 from qbe.cli.advise import advise
 from qbe.cli.bench import app as bench
 from qbe.cli.cache import app as cache
+from qbe.cli.calibrate import app as calibrate
 from qbe.cli.check import check
 from qbe.cli.console import keep_stdout, say, usage, with_options
 from qbe.cli.eval import app as evaluate
@@ -55,6 +56,7 @@ for _command in (
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 app.add_typer(cache, name="cache")
+app.add_typer(calibrate, name="calibrate")
 app.add_typer(train, name="train")
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

@@ -21,7 +21,8 @@ def quantize(
     group_size: Annotated[int, typer.Option(help="inputs that share a scale, a multiple of 64")] = 64,
     slices: Annotated[str, typer.Option(help="bits of the slices, most significant first")] = "4,2,2",
     calibrate: Annotated[
-        Path | None, typer.Option(help="text to choose the codes on (minutes; better at 6 bits and fewer)")
+        Path | None,
+        typer.Option(help="text, or set of `qbe calibrate build`, to make it on (minutes; better at 6 bits and fewer)"),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="measure the sensitivity of each site by itself, which takes minutes")

@@ -50,8 +50,9 @@ class ChatTemplate:
         self.knows_tools = self._knows_tools()
 
     def render(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any], model: str
-    ) -> str:
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any], model: str,
+        generation_prompt: bool = True,
+    ) -> str:  # fmt: skip
         """The prompt's text.
 
         Args:
@@ -59,6 +60,7 @@ class ChatTemplate:
             tools: JSON descriptions of functions.
             variables: more that the template may read.
             model: its name, for messages.
+            generation_prompt: whether the answer's beginning stands at the end.
 
         Raises:
             QBEError: the template refuses the conversation, fails, or has nothing of it.
@@ -72,7 +74,7 @@ class ChatTemplate:
                 continue
             tried.append(candidate)
             try:
-                return self._rendered(candidate, tools, variables)
+                return self._rendered(candidate, tools, variables, generation_prompt)
             except Exception as error:  # whatever a template's author did not think of
                 failure = failure or error
         said = " ".join(str(failure).split())[:200] or type(failure).__name__
@@ -81,10 +83,11 @@ class ChatTemplate:
         ) from failure
 
     def _rendered(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any],
+        generation_prompt: bool,
     ) -> str:  # fmt: skip
         shaped = self._shaped(messages)
-        prompt = self._apply(shaped, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
+        prompt = self._apply(shaped, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **variables)
         if not isinstance(prompt, str):
             raise TypeError("it gives no text")
         return prompt

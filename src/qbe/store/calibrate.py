@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.errors import QBEError
-from qbe.files import reason
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
@@ -36,49 +34,10 @@ from qbe.store.nested_linears import NestedWeightConfig, set_weight
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.tuning import Nested, tune
 
-TOKENS = 32768  # of the text that are used, at most
-FEWEST = 1024
-WINDOW = 1024  # tokens of a forward pass
-CHARACTERS = 16  # read for each token: no tokenizer needs as many
 DAMPING = 0.05  # of the mean of the diagonal, added to it: what the text did not show is not known to be harmless
 MOMENTS_BYTES = 2 << 30  # of Hessians that are kept at a time
 BLOCK = 192  # columns of a Hessian that are added to at once
 SETTINGS = repr((descent.SETTINGS, DAMPING, "tokens by noise at the logits"))  # results that are kept belong to them
-
-
-def beginning(path: Path) -> str:
-    """As much of a text file as a calibration needs at most.
-
-    Raises:
-        QBEError: no such file, or not UTF-8.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(TOKENS * CHARACTERS)
-    except OSError as error:
-        raise QBEError(f"the calibration text {path} cannot be read: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise QBEError(f"the calibration text {path} is not valid UTF-8 (byte {error.start}); convert it") from None
-
-
-def read_tokens(path: Path, tokenizer: Any, context: int) -> torch.Tensor:
-    """The first tokens of a text file as int64 [windows, tokens].
-
-    Args:
-        context: longest input of the model.
-
-    Raises:
-        QBEError: what `beginning` raises, or fewer than 1024 tokens.
-    """
-    text, ids = beginning(path), list[int]()
-    for start in range(0, len(text), 4 * WINDOW):  # not `verbose`: it warns of sequences beyond the model's context
-        ids += tokenizer(text[start : start + 4 * WINDOW], add_special_tokens=False, verbose=False)["input_ids"]
-    if len(ids) < FEWEST:
-        raise QBEError(
-            f"the calibration text {path} has {len(ids)} tokens; give some tens of thousands, at least {FEWEST}"
-        )
-    window = min(WINDOW, context)
-    return torch.tensor(ids[: min(len(ids), TOKENS) // window * window]).view(-1, window)
 
 
 def calibrate(

@@ -37,7 +37,7 @@ def writing(target: Path) -> Iterator[Path]:
     partial: Path | None = None
     lock: int | None = None
     try:
-        _check(target)
+        check(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
@@ -61,8 +61,8 @@ def writing(target: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _check(target: Path) -> None:
-    """What would fail at the end of all the work."""
+def check(target: Path) -> None:
+    """Raises QBEError for what would fail at the end of all the work."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise QBEError(f"{target} already exists and is not empty; choose another folder or remove it")
     if target.exists() and (target.resolve() == Path.cwd() or os.path.ismount(target)):

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from qbe.progress import bar
-from qbe.store import sensitivity
+from qbe.store.calibration_text import built_in
 from qbe.store.drift_curve import Profile
 from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.state_drift import measure
 from qbe.tagger import tag
 
-TOKENS = 1024  # of a window of a calibration text; the built-in one is a single window of some 400
+TOKENS = 1024  # of a window of a given text
 WINDOWS = 2
+BUILT_IN = (1, 448)  # windows of the built-in text, and tokens of each: seconds where a given one takes minutes
 UNLIMITED = 32_768  # tokens that floors are for where a model names no context
 
 
@@ -56,4 +57,4 @@ def text_of(model: nn.Module, tokenizer: Any, text: torch.Tensor | None) -> torc
     """int64 [windows, tokens] that are profiled on."""
     if text is not None:
         return text[:WINDOWS, :TOKENS]
-    return sensitivity.calibration_tokens(tokenizer, TOKENS, whole=True, model=model)
+    return built_in().segments(tokenizer, BUILT_IN, model)

@@ -34,7 +34,7 @@ from qbe.store.layerwise import Layerwise, NotLayered, Pass, on
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.sensitivity import DIFFICULT, Sensitivity
 
-DRAWS = 16  # backward passes; each text of a pass is a draw by itself
+DRAWS = 64  # gradients of a segment of the text in all; a backward pass brings one for each segment
 TOKENS = 16  # drawn for each row of a pass
 HEAD_TOKENS = 64  # drawn for each row to tell the head's own errors by
 
@@ -100,13 +100,13 @@ def ways_of(role: Role, precisions: Sequence[int]) -> list[Way]:
 
 
 class Estimate:
-    """Estimates of one model, from a forward pass and `DRAWS` backward ones.
+    """Estimates of one model, from a forward pass and as many backward ones as give `draws` gradients of segments.
 
     Args:
         walk: the model.
         sites: name -> role of those that are, or will be, nested.
         tokens: int64 [texts, tokens].
-        kv_tokens: int64 [1, tokens], for the KV cache; None leaves it out.
+        kv_tokens: int64 [texts, tokens], for the KV cache; None leaves it out.
         precisions: of the store.
 
     Raises:
@@ -117,7 +117,7 @@ class Estimate:
         self, walk: Layerwise, sites: Mapping[str, Role], tokens: torch.Tensor, kv_tokens: torch.Tensor | None,
         precisions: Sequence[int], draws: int = DRAWS,
     ) -> None:  # fmt: skip
-        self._walk, self._draws, self._precisions = walk, draws, tuple(precisions)
+        self._walk, self._draws, self._precisions = walk, max(1, draws // len(tokens)), tuple(precisions)
         names = {id(module): name for name, module in walk.model.named_modules()}
         self._of_layer: list[dict[str, nn.Linear]] = [
             {names[id(m)]: m for m in layer.modules() if names[id(m)] in sites and isinstance(m, nn.Linear)}
@@ -143,7 +143,7 @@ class Estimate:
         p = rows.softmax(-1)
         entropy = torch.cat([Categorical(logits=r, validate_args=False).entropy() for r in rows.split(32)])
         self.difficult_entropy = float(entropy.quantile(1 - DIFFICULT))
-        self._gradients = [self._tail(p, rows, generator) for _ in range(draws)]
+        self._gradients = [self._tail(p, rows, generator) for _ in range(self._draws)]
         self._head_tokens = drawn(p, HEAD_TOKENS, generator) if self._head in sites else None
         del p, rows
         self._kv = KVEstimate(walk, kv_tokens, generator, drawn, zero_sum) if kv_tokens is not None else None

@@ -1,4 +1,4 @@
-"""Estimating the sensitivities of a nested model (`qbe.store.estimate`) on the built-in text."""
+"""Estimating the sensitivities of a nested model (`qbe.store.estimate`) on a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 from qbe.models import load_model
 from qbe.progress import bar
 from qbe.sites import KVSite, SiteTable
-from qbe.store import checkpoint, expert_use, kv_sensitivity, kv_table, sensitivity, sensitivity_table
+from qbe.store import checkpoint, expert_use, kv_table, sensitivity, sensitivity_table
+from qbe.store.calibration_text import CalibrationText, built_in
 from qbe.store.estimate import DRAWS, Estimate
 from qbe.store.expert_use import ExpertUse, counting
 from qbe.store.experts import nested_experts
@@ -24,24 +25,18 @@ from qbe.store.nesting import with_store
 from qbe.store.sensitivity import Sensitivity, decoder_layers
 from qbe.tagger import tag
 
-ABOUT = {"text": "built-in calibration text", "dtype": "torch.float32", "estimated": f"{DRAWS} backward passes"}
-
-
-def texts_of(model: nn.Module, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The built-in text twice: int64 [segments, tokens] for weights and activations, [1, tokens] for the KV cache."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
-    whole = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True)[:, :context]
-    return sensitivity.calibration_tokens(tokenizer), whole
+ABOUT = {"dtype": "torch.float32", "estimated": f"{DRAWS} gradients of segments"}
 
 
 def estimate_model(
-    model: nn.Module, tokenizer: Any, table: SiteTable, device: torch.device, use: ExpertUse | None = None, *,
-    progress: bool,
+    model: nn.Module, tokenizer: Any, table: SiteTable, device: torch.device, use: ExpertUse | None = None,
+    text: CalibrationText | None = None, *, progress: bool,
 ) -> tuple[Sensitivity, tuple[KVSite, ...], ExpertUse]:  # fmt: skip
     """Sensitivities of a nested model that has its 16-bit originals, and how often its experts are used.
 
     Args:
-        use: as it was counted; None counts on the built-in text.
+        use: as it was counted; None counts on what is read here of the text.
+        text: None: the built-in one.
         device: where it is computed; the model is moved there a layer at a time.
 
     Raises:
@@ -55,7 +50,8 @@ def estimate_model(
     stacks = dict(nested_experts(model))
     like: NestedTensor | NestedExperts = next(iter(weights.values())) if weights else next(iter(stacks.values()))
     with bar("estimating sensitivity", len(layers) + 1, progress) as step:
-        tokens, kv_tokens = texts_of(model, tokenizer)
+        text = text or built_in()
+        tokens, kv_tokens = text.sensitivity(tokenizer, model), text.kv(tokenizer, model)
         walk = Layerwise(model, layers, device)
         roles = {s.name: s.role for s in table.nested}
         with counting(model) as counted:
@@ -67,15 +63,13 @@ def estimate_model(
             found.layer(i, weights)
             step()
         logits = walk.run(kv_tokens).logits
-    text = None if logits is None else sensitivity.text_difficulty(logits.flatten(0, 1))
-    return replace(found.sensitivity(use), text=text), found.kv, use
+    difficulty = None if logits is None else sensitivity.text_difficulty(logits.flatten(0, 1))
+    return replace(found.sensitivity(use), text=difficulty), found.kv, use
 
 
 def count_on_text(model: nn.Module, tokenizer: Any) -> ExpertUse:
     """How often experts are used on the built-in text."""
-    return expert_use.count(
-        model, sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True, model=model)
-    )
+    return expert_use.count(model, built_in().kv(tokenizer, model))
 
 
 def estimate_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:
@@ -100,10 +94,14 @@ def estimate_into(folder: Path, path: Path, name: str, device: torch.device, *, 
     return known or found
 
 
-def write_estimated(folder: Path, found: Sensitivity | None, kv: tuple[KVSite, ...], use: ExpertUse) -> None:
-    """Writes what was estimated beside the store; None leaves what is there. Raises QBEError when the disk refuses."""
-    kv_table.write(folder, kv, ABOUT)
+def write_estimated(
+    folder: Path, found: Sensitivity | None, kv: tuple[KVSite, ...], use: ExpertUse, text: CalibrationText | None = None
+) -> None:
+    """Writes what was estimated on a text beside the store; None leaves what is there. Raises QBEError when the disk
+    refuses."""
+    named = {"text": (text or built_in()).title}
+    kv_table.write(folder, kv, named | ABOUT)
     if not (folder / expert_use.NAME).exists():
-        expert_use.write(folder, use, {"text": ABOUT["text"]})
+        expert_use.write(folder, use, named)
     if found is not None:
-        sensitivity_table.write(folder, found, ABOUT)  # last: where it is, both are
+        sensitivity_table.write(folder, found, named | ABOUT)  # last: where it is, both are

@@ -17,7 +17,7 @@ from qbe.store.experts import expert_layers, original_products, tapped
 from qbe.store.kv_sensitivity import DERIVED, MEASURED, OtherAttention, Probe, probing
 from qbe.store.layerwise import Layerwise, NotLayered, Pass, first
 
-DRAWS = 8
+DRAWS = 8  # gradients of a segment in all, as in `qbe.store.estimate`
 TOKENS = 16
 
 
@@ -27,8 +27,8 @@ class _Estimating(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.notes = False
-        self.product: torch.Tensor | None = None  # float64 [widths, kv heads] of the last backward pass
-        self.squares: torch.Tensor | None = None  # the same, place by place, of all of them
+        self.product: torch.Tensor | None = None  # float64 [texts, widths, kv heads] of the last backward pass
+        self.squares: torch.Tensor | None = None  # [widths, kv heads] of all: squares place by place
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
@@ -44,11 +44,11 @@ class _Estimating(Probe):
                 self.bits = {layer: (bits,) * kv_heads}
                 wrong.append(super().attend(layer, query, key, value, scaling, window, softcap, sinks) - out)
             self.bits = {}
-        change = torch.stack(wrong).unflatten(3, (kv_heads, -1))  # [widths, 1, T, kv, repeat, dim]
+        change = torch.stack(wrong).unflatten(3, (kv_heads, -1))  # [widths, texts, T, kv, repeat, dim]
 
         def add(gradient: torch.Tensor) -> None:
             each = (change * gradient.unflatten(2, (kv_heads, -1))).double()
-            product, squares = each.sum((1, 2, 4, 5)), each.square().sum((1, 2, 4, 5))
+            product, squares = each.sum((2, 4, 5)).transpose(0, 1), each.square().sum((1, 2, 4, 5))
             self.product = product if self.product is None else self.product + product
             self.squares = squares if self.squares is None else self.squares + squares
 
@@ -57,10 +57,10 @@ class _Estimating(Probe):
 
 
 class KVEstimate:
-    """Estimates of every key head, from a forward and `DRAWS` backward passes over one text.
+    """Estimates of every key head, from a forward pass and backward ones for `DRAWS` gradients.
 
     Args:
-        tokens: int64 [1, tokens].
+        tokens: int64 [texts, tokens].
         drawn, zero_sum: as in `qbe.store.estimate`.
 
     No head is found in a model whose attention is not the common one, or of too short a context to fill two pages.
@@ -73,7 +73,8 @@ class KVEstimate:
         from qbe.store.estimate import gradient_of_drawn
 
         self._walk, self._probe, self._found = walk, _Estimating(), {}  # type: ignore[var-annotated]
-        self._rows = tokens.shape[1] - 2 * PAGE_SIZE  # that see a quantised page
+        self._draws = max(1, DRAWS // len(tokens))
+        self._rows = len(tokens) * (tokens.shape[1] - 2 * PAGE_SIZE)  # that see a quantised page
         self._usable = self._rows > 0
         if not self._usable:
             return
@@ -83,9 +84,10 @@ class KVEstimate:
                 logits, self._pass.logits = self._pass.logits, None
                 assert logits is not None
                 rows = logits.flatten(0, 1).float()
-                p, seen = rows.softmax(-1), torch.arange(len(rows), device=rows.device) >= 2 * PAGE_SIZE
+                p, places = rows.softmax(-1), torch.arange(len(rows), device=rows.device) % tokens.shape[1]
+                seen = places >= 2 * PAGE_SIZE
                 self._gradients = []
-                for _ in range(DRAWS):
+                for _ in range(self._draws):
                     chosen = drawn(p, TOKENS, generator)
                     weights = zero_sum(*chosen.shape, generator, p.device) * seen[:, None]
                     self._gradients.append(gradient_of_drawn(walk, self._pass, rows, chosen, weights))
@@ -109,13 +111,13 @@ class KVEstimate:
                 with torch.enable_grad(), tapped(expert_layers(layer), original_products):
                     states = self._pass.hidden(i).detach().requires_grad_()
                     out = self._pass.call(i, layer, states)
-                    for draw in range(DRAWS):
+                    for draw in range(self._draws):
                         probe.product = None
                         (self._gradients[draw],) = torch.autograd.grad(
-                            out, states, self._gradients[draw], retain_graph=draw + 1 < DRAWS
+                            out, states, self._gradients[draw], retain_graph=draw + 1 < self._draws
                         )
                         if probe.product is not None:
-                            directly = directly + probe.product.square()
+                            directly = directly + probe.product.square().sum(0)
                 if probe.squares is not None:
                     owner = probe.sources.get(i, i)  # whose keys these are; layers that share them come after it
                     before = self._found.get(owner, (0.0, 0.0))
@@ -149,7 +151,7 @@ class KVEstimate:
             heads, kv_heads, key_dim, value_dim = self._probe.shapes[i]
             # How much more than the squares, place by place, comes of a layer: as one number for all heads and widths.
             ratio = (directly / squares.clamp_min(1e-300)).mean()
-            damage = (squares * ratio / (2 * DRAWS * self._rows)).tolist()
+            damage = (squares * ratio / (2 * self._draws * self._rows)).tolist()
             for head in range(kv_heads):
                 kl = {FULL_BITS: 0.0, **{bits: damage[w][head] for w, bits in enumerate(MEASURED)}}
                 kl.update({bits: kl[4] * (15 / (2**bits - 1)) ** 2 for bits in DERIVED})

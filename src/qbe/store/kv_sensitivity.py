@@ -1,9 +1,9 @@
 """What fewer bits in one key head's part of the KV cache do to the model's output.
 
 For every layer, at 4 and 2 bits: KL divergence (nats per token) of the logits when the full pages of that layer alone
-have that width, on the calibration text as one piece. A token sees its own page and the text's first one at 16 bits and
-the others before it as they are quantised, by the kernels of the engine. (An engine keeps the page before its own at 16
-bits, too; of so short a text that would be a third.)
+have that width, on some long segments of a text (`qbe.store.calibration_text`). A token sees its own page and the
+segment's first one at 16 bits and the others before it as they are quantised, by the kernels of the engine. (An engine
+keeps the page before its own at 16 bits, too; of so short a text that would be a large part.)
 
 A layer's divergence is divided among its heads by what each of them alone does to the layer's output, squared: small
 errors of independent heads add up that way (`docs/quality.md` has how close this comes), and it takes one layer's
@@ -34,7 +34,6 @@ from qbe.tagger.shared_layers import shared_layers
 # limit of what a float32 pass resolves, and a third of the passes.
 MEASURED = (4, 2)
 DERIVED = tuple(b for b in KV_BITS[:-1] if b not in MEASURED)
-TOKENS = 448  # seven pages; the built-in text has 398 of SmolLM2's tokens
 ATTENTION = "qbe_kv_probe"  # the name under which transformers finds `_probe_attention`
 _PROBE = "qbe_kv_probe"  # the attribute of an attention module that holds its `Probe`
 

@@ -1,5 +1,5 @@
 """Measuring what lower precision costs a model with a nested store, for policies to choose by: weights, activations
-(`qbe.store.sensitivity`) and KV cache (`qbe.store.kv_sensitivity`), on the built-in text."""
+(`qbe.store.sensitivity`) and KV cache (`qbe.store.kv_sensitivity`), on a text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from qbe.models.gguf_split import part_files
 from qbe.progress import bar
 from qbe.sites import KVSite, SiteTable, TextDifficulty
 from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
+from qbe.store.calibration_text import CalibrationText, built_in
 from qbe.store.native_products import measure_native
 from qbe.store.nesting import with_store
 from qbe.store.placement import place
 from qbe.store.sensitivity import Sensitivity
 from qbe.tagger import tag
 
+# Of the segments that estimates read: a pass for each site and gear takes long enough with these. One of each kind of
+# the built-in text.
+SEGMENTS = 8
 
-def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:
+
+def measure_into(
+    folder: Path, path: Path, name: str, device: torch.device, text: CalibrationText | None = None, *, progress: bool
+) -> Sensitivity:
     """Measures the sensitivities of the model at `path` with the store in `folder`, and writes them there.
 
     Those of weights stay as they are where they were measured before: then it is the KV cache's that are outdated.
@@ -36,19 +43,21 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
     checkpoint.attach(loaded.model, folder)
     table = with_store(table, loaded.model)
     place(loaded.model, device, "device")
-    about = {"text": "built-in calibration text", "dtype": str(loaded.dtype)}
-    kv = measure_kv(loaded.model, loaded.tokenizer, table, progress=progress)
+    about = {"text": (text or built_in()).title, "dtype": str(loaded.dtype)}
+    kv = measure_kv(loaded.model, loaded.tokenizer, table, text, progress=progress)
     kv_table.write(folder, kv, about)
     measured = sensitivity_table.read(folder)
     if measured is None:
-        measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
+        measured = measure_model(loaded.model, loaded.tokenizer, table, text, progress=progress)
         sensitivity_table.write(folder, measured, about)  # last: where it is, both are
     return measured
 
 
-def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> Sensitivity:
-    """What `qbe.store.sensitivity` measures, on the built-in text, with a progress bar."""
-    tokens = sensitivity.calibration_tokens(tokenizer, model=model)
+def measure_model(
+    model: nn.Module, tokenizer: Any, table: SiteTable, text: CalibrationText | None = None, *, progress: bool
+) -> Sensitivity:
+    """What `qbe.store.sensitivity` measures, on a text (None: the built-in one), with a progress bar."""
+    tokens = (text or built_in()).sensitivity(tokenizer, model)[:SEGMENTS]
     eight = [s for s in table.nested if len(s.activation_gears) > 1]
     passes = len(table.nested) + len(eight) + sum(s.expert is None for s in eight)
     with bar("measuring sensitivity", passes, progress) as step:
@@ -57,7 +66,7 @@ def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progres
             sensitivity.measure_activations(model, table, tokens, lambda _: step()),
             sensitivity.difficult_entropy(model, table, tokens),
             measure_native(model, table, tokens, lambda _: step()),
-            measure_text(model, tokenizer, table),
+            measure_text(model, tokenizer, table, text),
         )
 
 
@@ -79,23 +88,26 @@ def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:
     return replace(table, difficult_entropy=measured.difficult_entropy, text=measured.text)
 
 
-def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> tuple[KVSite, ...]:
-    """`qbe.store.kv_sensitivity.measure` on the built-in text, with a progress bar."""
-    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True, model=model)
+def measure_kv(
+    model: nn.Module, tokenizer: Any, table: SiteTable, text: CalibrationText | None = None, *, progress: bool
+) -> tuple[KVSite, ...]:
+    """`qbe.store.kv_sensitivity.measure` on a text (None: the built-in one), with a progress bar."""
+    tokens = (text or built_in()).kv(tokenizer, model)
     with bar("measuring KV sensitivity", table.layers, progress) as step:
         return kv_sensitivity.measure(model, table, tokens, step)
 
 
 @torch.inference_mode()
 def measure_text(
-    model: nn.Module, tokenizer: Any, table: SiteTable | None = None
-) -> TextDifficulty | None:  # fmt: skip
-    """How hard the built-in text is to predict, from one forward pass, for the refreshes of answers (`qbe.refresh`).
+    model: nn.Module, tokenizer: Any, table: SiteTable | None = None, text: CalibrationText | None = None
+) -> TextDifficulty | None:
+    """How hard a text (None: the built-in one) is to predict, from one forward pass, for the refreshes of answers
+    (`qbe.refresh`).
 
     Args:
         table: of nested sites that are read at 16 bits meanwhile; None: at what they are set to.
     """
-    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True, model=model)
+    tokens = (text or built_in()).kv(tokenizer, model)
     with nullcontext() if table is None else sensitivity.full_bits(model, table):
         logits = sensitivity.logits_of(model, tokens.to(next(model.parameters()).device))
     return sensitivity.text_difficulty(logits)

@@ -16,8 +16,9 @@ from qbe.errors import QBEError
 from qbe.format.layout import BLOCK, SliceLayout
 from qbe.progress import bar
 from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
-from qbe.store import known, sensitivity, smoothing
+from qbe.store import known, smoothing
 from qbe.store.calibrate import calibrate
+from qbe.store.calibration_text import CalibrationText, built_in
 from qbe.store.experts import expert_layers
 from qbe.store.folding import Fold, apply_exact, edges
 from qbe.store.layerwise import Layerwise, NotLayered
@@ -89,9 +90,10 @@ def nest_skeleton(model: nn.Module, name: str, config: NestedWeightConfig, sites
 
 def smooth_model(
     model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, known_as: str | None = None,
-    device: torch.device | None = None, progress: bool,
+    device: torch.device | None = None, text: CalibrationText | None = None, progress: bool,
 ) -> list[Fold]:  # fmt: skip
-    """`qbe.store.smoothing` of a model that is about to be nested, on the built-in text, with a progress bar.
+    """`qbe.store.smoothing` of a model that is about to be nested, on a text (None: the built-in one), with a progress
+    bar.
 
     It is done on `device` layer by layer where the model is built that way, else where the model is.
 
@@ -102,7 +104,7 @@ def smooth_model(
     wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
     names = [n for n in wanted if not is_native(model.get_submodule(n).weight)]
     own = next(model.parameters()).device
-    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS, model=model).to(own)
+    tokens = (text or built_in()).smoothing(tokenizer, model).to(own)
     layout = SliceLayout.of(config.slices)
     layers = decoder_layers(model, table) if known_as is None else []
     with suppress(NotLayered), bar("smoothing activations", len(layers), progress) as step:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,9 +40,9 @@ from qbe.store import (
     sensitivity_table,
     superseded,
 )
-from qbe.store.calibrate import WINDOW, beginning, read_tokens
+from qbe.store.calibration_text import WINDOW, built_in, open_text, template_digest
 from qbe.store.draft import writing
-from qbe.store.estimating import ABOUT, count_on_text, estimate_into, estimate_model, write_estimated
+from qbe.store.estimating import count_on_text, estimate_into, estimate_model, write_estimated
 from qbe.store.expert_use import ExpertUse, count, scaled, with_use
 from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.measure import measure_into, measure_kv, measure_model, measure_text, with_measured, with_stored
@@ -282,8 +283,10 @@ def quantise_to(
     Args:
         measure: whether sensitivities are measured site by site (minutes); None: they are estimated, where the package
             has none; False: there are none.
-        text: a text file to choose the codes on (`qbe.store.calibrate`); without it weights are rounded. What is done
-            of it stays in the cache until the folder is complete, so that the same call goes on after an interruption.
+        text: a text file, or the folder of a set that `qbe calibrate build` wrote, to choose the codes on
+            (`qbe.store.calibrate`), and to measure and smooth on; without it weights are rounded, and the built-in text
+            is read. What is done of it stays in the cache until the folder is complete, so that the same call goes on
+            after an interruption.
         device: where weights are nested and looked at, a layer at a time, and where the model reads the text.
 
     Raises:
@@ -292,8 +295,8 @@ def quantise_to(
     path = pull(name, progress=progress)
     if checkpoint.is_checkpoint(path):
         raise QBEError(f"{path} is already a QBE checkpoint; give the 16-bit model it was made from")
-    if text is not None:  # told before minutes of work
-        beginning(text)
+    given = None if text is None else open_text(text)  # told before minutes of work
+    if given is not None:
         make_folder(cache_dir() / "calibration")
         kept.forget(cache_dir() / "calibration")
     with writing(out) as partial:
@@ -303,19 +306,23 @@ def quantise_to(
             loaded.tokenizer.save_pretrained(partial)
         copy_files(path, partial)
         tokens = keep = None
-        if text is not None:
+        if given is not None:
             context = int(getattr(loaded.model.config, "max_position_embeddings", None) or WINDOW)
-            tokens = read_tokens(text, loaded.tokenizer, context)
+            tokens = given.windows(loaded.tokenizer, context)
+            if given.template not in (None, template_digest(loaded.tokenizer)):
+                warnings.warn(f"{given.title} was built with another model's chat template; build a set with --model "
+                              f"{name}", stacklevel=2)  # fmt: skip
             digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
             keep = cache_dir() / "calibration" / f"{fingerprint(path, config)}-{digest}"
         drift = drift_profile.profile(loaded.model, loaded.tokenizer, name, device, tokens, progress=progress)
-        drift_table.write(partial, drift, {"text": ABOUT["text"] if text is None else text.name})
+        named = {"text": (given or built_in()).title}
+        drift_table.write(partial, drift, named)
         use = ExpertUse() if tokens is None else count(loaded.model, tokens, progress=progress)
-        if text is not None:
-            expert_use.write(partial, use, {"text": text.name})
-        known_as = known.find(loaded.model, config)
+        if given is not None:
+            expert_use.write(partial, use, named)
+        known_as = known.find(loaded.model, config) if given is None else None  # what is known is of the built-in text
         folds = smooth_model(
-            loaded.model, loaded.tokenizer, config, known_as=known_as, device=device, progress=progress
+            loaded.model, loaded.tokenizer, config, known_as=known_as, device=device, text=given, progress=progress
         )
         try:
             if tokens is not None:  # for its passes forward and back; the codes are chosen on the CPU
@@ -324,20 +331,20 @@ def quantise_to(
         except torch.OutOfMemoryError as error:
             raise QBEError(f"{device} has too little memory to calibrate {name}; give --device cpu, which goes on "
                            "from what is done") from error  # fmt: skip
-        known_as = known_as if tokens is None else None  # codes chosen on a text are others
         checkpoint.write_nested(partial, loaded.model, name, folds=folds, known_as=known_as)
         if measure is None and not known.bring(partial, known_as):
             try:
-                found = estimate_model(loaded.model, loaded.tokenizer, table, device, use, progress=progress)
-                write_estimated(partial, *found)
+                found = estimate_model(loaded.model, loaded.tokenizer, table, device, use, given, progress=progress)
+                write_estimated(partial, *found, given)
             except NotLayered:
                 measure = True
         if tokens is None and not (partial / expert_use.NAME).exists():
-            expert_use.write(partial, count_on_text(loaded.model, loaded.tokenizer), ABOUT)
+            expert_use.write(partial, count_on_text(loaded.model, loaded.tokenizer), named)
         del loaded
         if measure:
-            measure_into(partial, path, name, device, progress=progress)
-        provenance.write(partial, name=name, base=path, profile=detect(device), text=text, progress=progress)
+            measure_into(partial, path, name, device, given, progress=progress)
+        made_on = given or built_in()
+        provenance.write(partial, name=name, base=path, profile=detect(device), text=made_on, progress=progress)
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)
     return out

@@ -2,7 +2,8 @@
 
     files       name -> size and SHA-256; a folder is loaded only while all of them are as they were written
     base        the 16-bit checkpoint: its name, and a digest over its files
-    calibration the text that codes were chosen on, null for the package's own, with its digest
+    calibration the text or set that codes were chosen on, null for the package's own, and its digest: of a set that in
+                its `set.json`. Smoothing, sensitivities and the KV table read the same
     qbe         version; `kernels` a digest of the kernels' sources
     hardware    what it was made on (`made_for`), and on what it was loaded then (`tried_on`)
     verdicts    of `qbe regress` since: `verdict`, the `digest` (`content_digest`) that it is about, `suite`, `settings`
@@ -26,6 +27,7 @@ from qbe.errors import QBEError
 from qbe.files import write_text
 from qbe.hardware import HardwareProfile
 from qbe.models.gguf_split import part_files
+from qbe.store.calibration_text import CalibrationText
 from qbe.store.digests import base_digest, digest_of, digests, kernels_digest, sha256_of
 from qbe.store.folder import AGAIN, MANIFEST
 from qbe.version import __version__
@@ -36,28 +38,29 @@ LOADED = (".safetensors", ".json", ".jinja", ".model", ".bin", ".py")  # what lo
 _BEGIN = b'{\n "digest": "'  # then 64 hex digits
 
 
-def write(folder: Path, *, name: str, base: Path, profile: HardwareProfile, text: Path | None, progress: bool) -> None:
+def write(
+    folder: Path, *, name: str, base: Path, profile: HardwareProfile, text: CalibrationText, progress: bool
+) -> None:
     """Writes the provenance of a folder whose other files are all there.
 
     Args:
         name: of the 16-bit checkpoint, as it was called.
         base: where that lies.
         profile: of the device that codes and sensitivities were made on.
-        text: that was calibrated on; None: the package's own, which smoothing and sensitivities read.
+        text: that the folder was made on.
 
     Raises:
         QBEError: the disk refuses.
     """
     described = json.loads((folder / MANIFEST).read_text())
     write_text(folder / MANIFEST, json.dumps({**described, "provenance": NAME}, indent=1) + "\n")
-    calibration = Path(__file__).with_name("calibration.txt") if text is None else text
     _save(
         folder,
         {
             "version": VERSION,
             "qbe": __version__,
             "base": {"name": name, "digest": base_digest(base, progress)},
-            "calibration": {"text": None if text is None else text.name, "sha256": sha256_of(calibration.read_bytes())},
+            "calibration": {"text": text.name, "sha256": text.digest},
             "kernels": kernels_digest(),
             "hardware": {"made_for": _machine(profile), "tried_on": []},
             "verdicts": [],

@@ -1,7 +1,7 @@
 """The sensitivity table: what lowering one site alone does to the model's output.
 
 For every nested site and gear: KL divergence (nats per token) from the logits of the 16-bit model to those of the same
-model with that site alone at that gear, on a built-in calibration text of prose, code, arithmetic and dialogue.
+model with that site alone at that gear, on segments of a text (`qbe.store.calibration_text`).
 Layers before the lowered site give what they gave in the 16-bit pass, so they are replayed, not computed again:
 this halves the work.
 """
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +31,6 @@ Measured = dict[str, dict[int, float]]  # site name -> gear -> KL, nats per toke
 
 BROKEN = 1e4  # nats per token, recorded when the lowered model gives no numbers at all
 DIFFICULT = 0.25  # share of the tokens that keep 16-bit activations when a request has 8 (docs/quality.md)
-SEGMENT_TOKENS = 32  # per segment of the text; four segments give 128 tokens a pass
 
 
 @dataclass(frozen=True)
@@ -53,36 +51,6 @@ class Sensitivity:
     difficult_entropy: float | None = None
     native: dict[str, dict[str, float]] = field(default_factory=dict)
     text: TextDifficulty | None = None
-
-
-def calibration_tokens(
-    tokenizer: Any, tokens: int = SEGMENT_TOKENS, whole: bool = False, model: nn.Module | None = None
-) -> torch.Tensor:
-    """The built-in text as int64 [segments, tokens]; as one segment if it is wanted whole.
-
-    Args:
-        model: whose context is not exceeded.
-
-    Raises:
-        QBEError: a tokenizer that makes next to no tokens of it, or some that `model` does not know.
-    """
-    segments = (files("qbe.store") / "calibration.txt").read_text().split("===\n")
-    segments = ["\n".join(segments)] if whole else segments
-    if model is not None:
-        config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
-        tokens = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
-    rows = [tokenizer(s.strip(), add_special_tokens=False)["input_ids"][:tokens] for s in segments]
-    shortest = min(len(r) for r in rows)
-    if shortest < 2:
-        raise QBEError("the tokenizer of this model turns the calibration text into fewer than 2 tokens")
-    found = torch.tensor([r[:shortest] for r in rows])
-    known = found.max() + 1 if model is None else model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if found.max() >= known:
-        raise QBEError(
-            f"the tokenizer of this model makes token {int(found.max())} of ordinary text, but the model knows 0 to "
-            f"{known - 1} only: they belong to different models"
-        )
-    return found
 
 
 def measure(

@@ -25,7 +25,6 @@ from qbe.kernels.reference.nested_linear import dequantise
 from qbe.store.folding import LARGEST, Edge, Fold, apply_exact
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
-SEGMENT_TOKENS = 96  # of each segment of the calibration text
 ROWS = 128  # inputs kept of each place, spread over the text
 OUTPUTS = 64  # of each weight that errors are computed for, spread over all
 
