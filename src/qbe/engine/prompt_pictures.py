@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qbe.engine.scheduling.sequence import Sequence as EngineSequence
 from qbe.errors import QBEError
 from qbe.pictures import Picture
 from qbe.pictures.picture import MOST_PICTURES
+from qbe.pictures.placed import RotaryPositions, place
+from qbe.pictures.tower import PictureTower
 
 
 def with_pictures(prompt: Any) -> Any:
@@ -41,6 +44,32 @@ def with_pictures(prompt: Any) -> Any:
             parts.append(part)
         found.append({**message, "content": parts})
     return found
+
+
+def read(prompt: Any, tower: PictureTower | str) -> Any:
+    """A prompt with pictures, decoded and prepared, so that choosing its blueprint does not wait for that.
+
+    Args:
+        tower: of the model; why it has none, in words.
+
+    Raises:
+        QBEError: a picture that cannot be read, or a model that reads none.
+    """
+    if not isinstance(tower, PictureTower):
+        raise QBEError(f"{tower}: leave them out", field="prompt")
+    prompt = with_pictures(prompt)
+    for picture in pictures_of(prompt):
+        tower.token_ids(picture)
+    return prompt
+
+
+def place_in(sequence: EngineSequence, prompt: Any, tower: PictureTower | str) -> None:
+    """Tell a sequence of its prompt's pictures: where their rows go, and which positions a rotary embedding takes."""
+    pictures = pictures_of(prompt)
+    if pictures and isinstance(tower, PictureTower):
+        sequence.pictures = place(pictures, sequence.prompt_ids, tower)
+        positions = tower.positions(sequence.prompt_ids, pictures)
+        sequence.mrope = None if positions is None else RotaryPositions.of_prompt(positions)
 
 
 def pictured(prompt: Any) -> bool:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from qbe.compatibility import Situation
+from qbe.engine import prompt_pictures
 from qbe.engine.adaptive.activation_statistics import ActivationStats
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
-from qbe.engine.prompt_pictures import pictures_of, with_pictures
 from qbe.engine.request_selector import Choice, RequestSelector
 from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.running_request import RunningRequest
@@ -25,8 +25,6 @@ from qbe.engine.stop_tokens import special_tokens
 from qbe.engine.unsupported_options import without_unsupported
 from qbe.engine.use_records import UseRecords
 from qbe.errors import QBEError, about
-from qbe.pictures.placed import RotaryPositions, place
-from qbe.pictures.tower import PictureTower
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
 from qbe.records.record import Quality
@@ -118,18 +116,8 @@ class Requests:
         )
 
     def read_pictures(self, prompt: PromptInput) -> PromptInput:
-        """A prompt with pictures, decoded and prepared, so that `choose` does not wait for that. Threads may ask.
-
-        Raises:
-            QBEError: a picture that cannot be read, or a model that reads none.
-        """
-        tower = self._selector.tower
-        if not isinstance(tower, PictureTower):
-            raise QBEError(f"{tower}: leave them out", field="prompt")
-        prompt = with_pictures(prompt)
-        for picture in pictures_of(prompt):
-            tower.token_ids(picture)
-        return prompt
+        """`prompt_pictures.read` with this engine's tower. Threads may ask."""
+        return prompt_pictures.read(prompt, self._selector.tower)
 
     def count_tokens(self, request: Request) -> int:
         """Tokens of the prompt. Raises QBEError for one that cannot be run, or is longer than the context."""
@@ -163,7 +151,7 @@ class Requests:
         running = Sequence(key, ids, request.params, chosen.blueprint)
         running.sampling.constraint = request.constraint
         running.priority = request.priority
-        self._place(running, request)
+        prompt_pictures.place_in(running, request.prompt, self._selector.tower)
         running.paging.cache_salt = request.cache_salt
         # Who fixes bits gets exactly these; others get pages with more where there are some.
         running.paging.more, running.paging.more_kv = request.budget.bits is None, request.budget.kv_bits is None
@@ -190,14 +178,6 @@ class Requests:
         )  # fmt: skip
         self._live[key] = RunningRequest(request, chosen, running, text, time.perf_counter())
         return key
-
-    def _place(self, running: Sequence, request: Request) -> None:
-        """Tell a sequence of its request's pictures."""
-        pictures, tower = pictures_of(request.prompt), self._selector.tower
-        if pictures and isinstance(tower, PictureTower):
-            running.pictures = place(pictures, running.prompt_ids, tower)
-            positions = tower.positions(running.prompt_ids, pictures)
-            running.mrope = None if positions is None else RotaryPositions.of_prompt(positions)
 
     @locked
     def step(self) -> None:

@@ -17,14 +17,14 @@ from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.server.health.settings import Health
 from qbe.server.job import Job
-from qbe.store.sensitivity import calibration_tokens
+from qbe.store.calibration_text import built_in
 
 log = logging.getLogger(__name__)
 
 _LEFT = 32  # times that somebody came while an answer was scored, after which it is given up
 _WAITING = 16  # answers that wait to be scored; more are left out
 _TIE = 0.5  # nats by which a greedy token may be behind the likeliest: kernels round, and rounding decides near ties
-_PASSAGE = 512  # tokens of the calibration text's passages, at most
+_PASSAGES = (4, 448)  # of the calibration text, and tokens of each
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class IdleScorer:
     def _next(self, engine: Engine) -> AnswerScoring | CalibrationInputs:
         if not self._calibrated:
             self._calibrated = True  # once, whatever comes of it
-            passages = calibration_tokens(engine.tokenizer, _PASSAGE, model=engine.model)
+            passages = built_in().segments(engine.tokenizer, _PASSAGES, engine.model)
             return CalibrationInputs(engine.core, passages.tolist())
         self._kept = kept = self._waiting.popleft()
         self._left = 0
