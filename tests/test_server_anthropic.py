@@ -176,7 +176,11 @@ def test_what_changes_nothing_is_said(api: anthropic.Anthropic) -> None:
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/a.png"}}]}]},
+     "messages.0.content.0.source"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {
+        "type": "base64", "media_type": "image/png", "data": "AA=="}}]}]}, "messages"),
     ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages"),
     ({"container": "c"}, "container"), ({"mcp_servers": []}, "mcp_servers"), ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"), ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
