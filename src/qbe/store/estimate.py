@@ -7,6 +7,9 @@ covariance of one token drawn from p, and r J the gradient that one backward pas
 that add up to 0 and whose squares add up to 1: that is its covariance, and it needs a few rows of the output head where
 a normal r needs all of them. The head's own errors come from the drawn tokens, too.
 
+No gradient shows that an error in one layer sends a token to other experts in a later one. Measuring does: such tokens
+are few, and can have most of what an early layer's experts do.
+
 Forward and backward go layer by layer (`qbe.store.layerwise`), so that a device needs room for one of them.
 """
 
