@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from conftest import byte_tokenizer, tiny_llama
 from qbe.engine.engine import Engine
 from qbe.records.ledger import Ledger
 from qbe.server.app import make_app
+from qbe.server.batches import routes
 from qbe.server.connections import protocol
 from qbe.server.health.settings import Health
 from qbe.server.observe.traces import Traces
@@ -25,6 +27,10 @@ from qbe.server.service import Service
 from qbe.server.settings_file import Watched
 
 LIMIT_S = 60.0
+
+# Files and batches of tests are not among the user's.
+_FILES = tempfile.TemporaryDirectory(prefix="qbe-batches-")
+routes.cache_dir = lambda: Path(_FILES.name)  # type: ignore[attr-defined]
 
 
 def tiny_parts() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

@@ -149,6 +149,12 @@ def test_ratios_and_shares() -> None:
     ratio = Ratio(2)
     ratio.add(3.0, 0)
     assert ratio.read(1).value == math.inf
+    told = Ratio(10)
+    for teller, failed in (("a", 1), ("a", 1), ("a", 1), ("b", 0)):
+        told.add(failed, teller=teller)
+    assert told.read(4).value == 0.0, "one key says so alone"
+    told.add(1, teller="b")
+    assert told.read(4).value == 0.5
     same, other = Shares(100, {"code": 50, "dialogue": 50}), Shares(100, {"code": 50, "dialogue": 50})
     for i in range(100):
         same.add(("code", "dialogue")[i % 2])

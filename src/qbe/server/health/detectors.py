@@ -45,12 +45,14 @@ class Rating:
         structured: whether the answer had to have a form.
         retries: how often it asked again.
         cost: of the request, in the currency of the prices.
+        teller: the client's key.
     """
 
     failed: bool | None
     structured: bool
     retries: int
     cost: float
+    teller: str = ""
 
 
 class Detectors:
@@ -117,12 +119,12 @@ class Detectors:
     def rated(self, rating: Rating) -> None:
         """A client has told of a request."""
         with self._lock:
-            self._ratios["retries"].add(rating.retries)
+            self._ratios["retries"].add(rating.retries, teller=rating.teller)
             if rating.failed is not None:
-                self._ratios["failures"].add(rating.failed)
-                self._ratios["cost_per_success"].add(rating.cost, not rating.failed)
+                self._ratios["failures"].add(rating.failed, teller=rating.teller)
+                self._ratios["cost_per_success"].add(rating.cost, not rating.failed, rating.teller)
                 if rating.structured:
-                    self._ratios["structured_failures"].add(rating.failed)
+                    self._ratios["structured_failures"].add(rating.failed, teller=rating.teller)
 
     def readings(self) -> dict[DetectorName, Reading]:
         """What each says now, those that are off left out."""

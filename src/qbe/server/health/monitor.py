@@ -100,7 +100,7 @@ class HealthMonitor:
         told = self._answered.tell(client, body)
         self._metrics.rated(told.tier, body.failed, body.retries, told.cost, told.currency)
         if told.epoch == self.ladder.epoch:
-            self._detectors.rated(Rating(body.failed, told.structured, body.retries, told.cost))
+            self._detectors.rated(Rating(body.failed, told.structured, body.retries, told.cost, told.key))
 
     def on_scored(self, answer: ScoredAnswer) -> None:
         """As `Listener`."""

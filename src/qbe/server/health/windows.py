@@ -29,18 +29,30 @@ class Ratio:
     """
 
     def __init__(self, size: int) -> None:
-        self._kept: deque[tuple[float, float]] = deque(maxlen=size)
+        self._kept: deque[tuple[float, float, str]] = deque(maxlen=size)
 
-    def add(self, part: float, whole: float = 1.0) -> None:
-        """One more answer."""
-        self._kept.append((part, whole))
+    def add(self, part: float, whole: float = 1.0, teller: str = "") -> None:
+        """One more answer.
+
+        Args:
+            teller: who says so, where it is somebody's word.
+        """
+        self._kept.append((part, whole, teller))
 
     def read(self, least: int) -> Reading:
-        """The ratio; infinity where there is something over nothing. None with fewer than `least` answers."""
+        """The ratio; infinity where there is something over nothing. None with fewer than `least` answers.
+
+        Of several tellers it is the lowest that is left without one of them, so that nobody alone raises it.
+        """
         if len(self._kept) < least:
             return Reading(None, len(self._kept))
-        part, whole = (math.fsum(column) for column in zip(*self._kept, strict=True))
-        return Reading(part / whole if whole else math.inf if part else 0.0, len(self._kept))
+        tellers = {teller for *_, teller in self._kept}
+        found = [self._without(teller) for teller in tellers] if len(tellers) > 1 else [self._without(None)]
+        return Reading(min(found), len(self._kept))
+
+    def _without(self, left_out: str | None) -> float:
+        part, whole = (math.fsum(kept[i] for kept in self._kept if kept[2] != left_out) for i in (0, 1))
+        return part / whole if whole else math.inf if part else 0.0
 
 
 class Shares:
