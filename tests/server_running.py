@@ -30,7 +30,7 @@ LIMIT_S = 60.0
 
 # Files and batches of tests are not among the user's.
 _FILES = tempfile.TemporaryDirectory(prefix="qbe-batches-")
-routes.cache_dir = lambda: Path(_FILES.name)  # type: ignore[attr-defined]
+routes.cache_dir = lambda: Path(tempfile.mkdtemp(dir=_FILES.name))  # type: ignore[attr-defined]
 
 
 def tiny_parts() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
