@@ -13,9 +13,10 @@ help: ## list what there is
 
 setup: $(READY) ## the environment in .venv, from pinned versions
 
-# The extension compiles, for minutes of one core, while the other downloads what the package needs. It is built with
-# the pinned setuptools, and again when its source has changed: every process with a fresh cache would compile a stale one.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The extension compiles, for minutes of one core, while the other downloads what the package needs; what of that is
+# imported, Python compiles then. The extension is built with the pinned setuptools, and again when its source has
+# changed: every process with a fresh cache would compile a stale one.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 $(READY): pyproject.toml constraints.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
@@ -34,7 +35,7 @@ setup-vllm: $(VLLM)/.ready ## the environment for the tests inside vLLM
 
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(VLLM)/bin/python -m pip download --quiet --no-deps --dest $(VLLM)/newest vllm==0.33.0
 	cd $(VLLM)/newest && $(PYTHON) -c "import glob, zipfile; wheel = zipfile.ZipFile(glob.glob('*.whl')[0]); wheel.extractall('.', [n for n in wheel.namelist() if n.endswith('.py')])" && rm *.whl
