@@ -171,6 +171,7 @@ print(len(answer.token_ids), len(decode._compiled if decode else []))
     done = forked.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "4 0"
+    assert "there is no C++ compiler" in done.stderr
 
 
 def test_a_process_without_a_nested_model_can_use_the_backend() -> None:

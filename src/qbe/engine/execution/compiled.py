@@ -17,6 +17,17 @@ Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 Prompts = Callable[..., torch.Tensor]
 
 
+def has_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler, without which nothing compiles on a CPU: it would find out after work."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (RuntimeError, OSError):
+        return False
+    return True
+
+
 def compile_step(run: Step) -> Step:
     """`run`, a decode step, compiled. It must read and write the same tensors on every call, and return two new ones.
 

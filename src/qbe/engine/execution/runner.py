@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from qbe.engine.adaptive import entropy
 from qbe.engine.adaptive.activation_statistics import collecting
 from qbe.engine.adaptive.routing import Routing
+from qbe.engine.execution.compiled import has_compiler
 from qbe.engine.execution.decode import DecodeStep, batch_sizes
 from qbe.engine.execution.latents import keep_latents
 from qbe.engine.execution.mixers import Mixers, StepPart
@@ -227,6 +228,9 @@ class Runner:
     def compile_steps(self, progress: bool, rows: int = 1, prompts: bool = False) -> None:
         """Compile the steps of up to so many rows, if steps run at fixed shapes; on a GPU each takes minutes."""
         if self.decode is None:
+            return
+        if self.device.type == "cpu" and not has_compiler():
+            log.warning("steps run without torch.compile: there is no C++ compiler (g++, or the one that CXX names)")
             return
         sizes = [s for s in batch_sizes(self.decode.largest) if s <= max(1, rows)]
         with bar("compiling steps", len(sizes) + prompts, progress) as advance:
