@@ -21,7 +21,6 @@ def engine(device: torch.device) -> Engine:
     ("prompt", "says"),
     [
         ("", "empty"),
-        ("  \n", "empty"),
         ("x" * 600, "context"),
         ("bad \udcff byte", "UTF-8"),
         ([], "conversation"),

@@ -227,7 +227,8 @@ def test_the_terminal_fits_80_columns(profile: HardwareProfile) -> None:
         "slices": [4, 2, 2], "group_size": 64, "nested_sites": 1, "nested_bytes": 1, "bits_per_weight": 8.75,
         "folder": "folder", "sensitivity_measured": True, "kv_sensitivity_measured": False,
     }  # fmt: skip
-    model = {"model": "m", "type": "llama", "parameters": 1, "layers": 1, "dtype": "bfloat16", "roles": []}
+    model = {"model": "m", "type": "llama", "parameters": 1, "layers": 1, "dtype": "bfloat16", "roles": [],
+             "pictures": None}  # fmt: skip
     screen = Console(file=io.StringIO(), width=80)
     screen.print(render(model | {"unknown": [], "store": store, "hardware": machine, "provenance": None}))
     lines = screen.file.getvalue().splitlines()

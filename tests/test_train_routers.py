@@ -236,13 +236,16 @@ def test_a_comparison_counts_what_was_routed(folder: Path, trained: dict[str, Le
     with Engine(folder, dtype="float32", device="cpu", records=False) as engine:
         results = Results(["tiny"], tmp_path)
         outcome = Comparison(engine, items(3), settings, results).run()
+        elsewhere = 0  # routing may come to the very average of the blueprint
         for query in outcome.queries:
             for setting in settings[2:]:
                 routed, static = query.measured[setting], query.blueprints[setting].average_weight_bits(engine.table)
-                assert routed.fidelity.bits == routed.bits != static
+                assert routed.fidelity.bits == routed.bits
+                elsewhere += routed.bits != static
             assert query.measured[settings[0]].fidelity.bits is None
             mobi, tokenwise = (query.measured[s].fidelity.kl for s in settings[2:])
             assert mobi != tokenwise, "each by its own routers"
+        assert elsewhere > len(outcome.queries)
         alone = Comparison(engine, items(3), settings[3:], Results(["tiny"], tmp_path / "alone")).run()
         for query, again in zip(outcome.queries, alone.queries, strict=True):
             assert again.measured[settings[3]] == query.measured[settings[3]], "whoever was compared beside it"

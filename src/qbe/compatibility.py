@@ -161,7 +161,7 @@ REQUEST = (
 """What a request asks for, likewise."""
 
 ANYWHERE = (
-    "model", "tokenizer", "policy", "dtype", "device", "originals", "most_bits", "device_memory", "miss",
+    "model", "tokenizer", "processor", "policy", "dtype", "device", "originals", "most_bits", "device_memory", "miss",
     "max_sequences", "records", "trust",
     "refresh_interval", "refresh_count", "progress",
     "bits", "tier", "activation_bits", "within", "best_effort", "min_bits", "max_bits", "max_latency_ms", "max_cost",

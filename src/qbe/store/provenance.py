@@ -21,16 +21,18 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qbe.errors import QBEError
 from qbe.files import write_text
 from qbe.hardware import HardwareProfile
 from qbe.models.gguf_split import part_files
-from qbe.store.calibration_text import CalibrationText
 from qbe.store.digests import base_digest, digest_of, digests, kernels_digest, sha256_of
 from qbe.store.folder import AGAIN, MANIFEST
 from qbe.version import __version__
+
+if TYPE_CHECKING:  # torch, which `qbe promote` does without
+    from qbe.store.calibration_text import CalibrationText
 
 NAME = "provenance.json"
 FORMAT, VERSION = "qbe-provenance", 1
