@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 MADE = "<!-- Made by scripts/docs_reference.py: change the code that it is read from. -->\n"
 BODIES = [
     "ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest", "BatchRequest",
+    "FeedbackRequest",
 ]  # fmt: skip
 Rows = list[tuple[str, ...]]
 

@@ -51,7 +51,8 @@ class Ratio:
         return Reading(min(found), len(self._kept))
 
     def _without(self, left_out: str | None) -> float:
-        part, whole = (math.fsum(kept[i] for kept in self._kept if kept[2] != left_out) for i in (0, 1))
+        rest = [(part, whole) for part, whole, teller in self._kept if teller != left_out]
+        part, whole = (math.fsum(column) for column in zip(*rest, strict=True))
         return part / whole if whole else math.inf if part else 0.0
 
 
