@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,26 @@ def test_the_metrics_of_a_server_are_read(server: Running, tmp_path: Path, monke
     assert seen.step_bytes
     assert seen.activation_share == 0.75
     assert sum(seen.memory.values()) > 0
+
+
+def test_numbers_that_no_server_counts_are_refused(server: Running, tmp_path: Path) -> None:
+    (tmp_path / "slo.toml").write_text("[slo]\nitl_ms = 1\n")
+    text = server.http.get("/metrics").text
+    for number in ("-1", "NaN", "+Inf"):
+        changed = re.sub(r"^(vllm:inter_token_latency_seconds_bucket.*) \S+$", rf"\1 {number}", text, flags=re.M)
+        with pytest.raises(QBEError, match="no server counts"):
+            observe(changed, 0.95)
+    with pytest.raises(QBEError, match="several models"):
+        observe(
+            re.sub(r'^(qbe:average_weight_bits_count.*model_name=)"[^"]*"', r'\1"other"', text, count=1, flags=re.M),
+            0.95,
+        )
+
+
+def test_without_any_success_the_cost_of_one_is_no_number() -> None:
+    advice = advise(replace(USUAL, succeeded=0.0), SLO(cost_per_success=1e-9))
+    assert json.loads(json.dumps(advice.describe(), allow_nan=False))["bounds"][0]["value"] is None
+    assert "because answers fail" in advice.line
 
 
 def test_metrics_that_are_none_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -64,7 +65,11 @@ class Advice:
 
     def describe(self) -> dict[str, Any]:
         """As JSON."""
-        return {**asdict(self), "bounds": [{**asdict(b), "holds": b.excess <= 1} for b in self.bounds]}
+        bounds = [
+            {**asdict(b), "value": None if b.value == math.inf else b.value, "holds": b.excess <= 1}
+            for b in self.bounds
+        ]  # with no success at all a success costs what JSON has no number for
+        return {**asdict(self), "bounds": bounds}
 
 
 def advise(seen: Observed, slo: SLO) -> Advice:
@@ -78,7 +83,7 @@ def advise(seen: Observed, slo: SLO) -> Advice:
         return Advice("holds", bounds, "", "the objective holds: change nothing")
     if worst.name in ("live_kl", "success_rate"):
         return _raise(seen, bounds, worst, worst.name)
-    if worst.name == "cost_per_success" and seen.cost <= worst.limit * seen.rated:
+    if worst.name == "cost_per_success" and (not seen.succeeded or seen.cost <= worst.limit * seen.rated):
         return _raise(seen, bounds, worst, "failures")  # were all of them successes, the price would do
     return _lower(seen, bounds, worst, _kind(seen, worst))
 

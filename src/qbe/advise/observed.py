@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from qbe.errors import QBEError
 from qbe.files import reason
@@ -80,7 +81,8 @@ def fetch(source: str) -> str:
     except URLError as error:  # an OSError, too
         raise QBEError(f"--metrics {source} cannot be reached: {error.reason}") from None
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
+        local = isinstance(error, OSError) and not isinstance(error, TimeoutError)
+        why = reason(error) if local else str(error)  # type: ignore[arg-type]
         raise QBEError(f"--metrics {source} cannot be read: {why}") from None
 
 
@@ -96,6 +98,9 @@ def observe(text: str, quantile: float, records: Iterable[Record] = ()) -> Obser
         raise QBEError(f"--metrics: this is no text of Prometheus metrics: {error}") from None
     if _OURS not in families:
         raise QBEError(f"--metrics: there is no {_OURS}: give the address or text of a 'qbe serve'")
+    models = sorted({s.labels.get("model_name", "") for s in families[_OURS].samples})
+    if len(models) > 1:
+        raise QBEError(f"--metrics: these are of several models ({', '.join(models)}): give those of one server")
 
     def total(name: str, **labels: str) -> float:
         family = families.get(name)
@@ -115,8 +120,8 @@ def observe(text: str, quantile: float, records: Iterable[Record] = ()) -> Obser
 
     steps = _sum(families["vllm:iteration_tokens_total"], "vllm:iteration_tokens_total_count", {})
     queried, scored = total("vllm:prefix_cache_queries"), total("qbe:scored_tokens")
-    memory = {s.labels["use"]: s.value for s in families["qbe:memory_bytes"].samples}
-    model = next((s.labels.get("model_name", "") for s in families[_OURS].samples), "")
+    memory = {s.labels["use"]: _counted(s) for s in families["qbe:memory_bytes"].samples}
+    model = next(iter(models), "")
     share, bytes_at = _of_records(records, model)
     return Observed(
         model=model, ttft_s=at("vllm:time_to_first_token_seconds", quantile),
@@ -148,9 +153,16 @@ def _of_records(records: Iterable[Record], model: str) -> tuple[float | None, di
     return eight / tokens if tokens else None, bytes_at
 
 
+def _counted(sample: Sample) -> float:
+    """Its value. Raises QBEError for what cannot have been counted."""
+    if not 0 <= sample.value < math.inf:
+        raise QBEError(f"--metrics: {sample.name} is {sample.value:g}, which no server counts: read them again")
+    return sample.value
+
+
 def _sum(family: Metric, name: str, labels: Mapping[str, str]) -> float:
     return math.fsum(
-        s.value for s in family.samples
+        _counted(s) for s in family.samples
         if s.name == name and all(s.labels.get(k) == v for k, v in labels.items())
     )  # fmt: skip
 
@@ -161,7 +173,7 @@ def _quantile(family: Metric | None, q: float) -> float | None:
     for s in () if family is None else family.samples:
         if s.name.endswith("_bucket"):
             bound = float(s.labels["le"])
-            bounds[bound] = bounds.get(bound, 0.0) + s.value
+            bounds[bound] = bounds.get(bound, 0.0) + _counted(s)
     count = bounds.get(math.inf, 0.0)
     if not count:
         return None

@@ -178,7 +178,7 @@ def tower_of(model: nn.Module, name: str, tokenizer: Any, processor: Any = None)
             if not getattr(tokenizer, "chat_template", None) and tower.processor.chat_template:
                 tokenizer.chat_template = tower.processor.chat_template
             return tower
-    line = f"{name} reads no pictures here: {why}"
+    line = f"{Path(name).name} reads no pictures here: {why}"
     if processor is not None:
         raise QBEError(line)
     return line
