@@ -155,4 +155,6 @@ def _raise(seen: Observed, bounds: tuple[Bound, ...], bound: Bound, why: str) ->
         line = f"{said}, and no rung is in use that could be the cause: look at prompts and model, not at precision"
         return Advice("raise precision", bounds, bound.name, line)
     line = f"{said}: go back from {changing[-1].name}; fewer bits cost more here"
-    return Advice("raise precision", bounds, bound.name, line, changing[-1].name, "take it back", changing[-1].suite)
+    return Advice(
+        "raise precision", bounds, bound.name, line, changing[-1].name, f"undo: {changing[-1].do}", changing[-1].suite
+    )

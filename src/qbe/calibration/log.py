@@ -54,7 +54,7 @@ def read(path: Path, licence: str | None) -> Iterator[list[Exchange]]:
         QBEError: the file cannot be read, or a line is no request; it names the line.
     """
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 place = f"{path}, line {number}"
                 yield _exchanges(_object(line, place), place, path.name, licence) if line.strip() else []
@@ -91,7 +91,10 @@ def _exchanges(row: dict[str, Any], place: str, source: str, licence: str | None
         what = "the Responses API's 'input' is not read" if isinstance(request, dict) and "input" in request else (
             "there are neither 'messages' nor a 'prompt'")  # fmt: skip
         raise QBEError(f"{place}: {what}; a log has requests of OpenAI's chat or completions")
-    licence = str(row.get("licence") or row.get("license") or licence or UNSTATED)
+    said = row.get("licence") or row.get("license") or licence or UNSTATED
+    if not isinstance(said, str):
+        raise QBEError(f"{place}: 'licence' is {json.dumps(said)[:40]}; give its name, such as \"MIT\"")
+    licence = said
     choices = _choices(row)
     if "messages" in request:
         answer = choices[0].get("message") if choices else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, StrictBool
 
 from qbe.server.settings_table import SettingsTable
 
@@ -54,7 +54,7 @@ class Health(SettingsTable):
 
     sample: _Share = 0.01
     tokens: _Count = 128
-    ladder: bool = True
+    ladder: StrictBool = True
     off: tuple[DetectorName, ...] = ()
     window: _Count = 64
     least: _Count = 16
