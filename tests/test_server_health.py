@@ -116,6 +116,21 @@ def test_live_divergence_is_what_teacher_forcing_says_offline(server: Running, f
     assert server.metric("qbe:scoring_seconds_total{") > 0
 
 
+def test_who_asks_one_thing_after_the_other_waits_for_no_scoring(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is scored before nobody was there for a while: a step of it would be in each one's way."""
+    scored, steps = scores(server), server.metric("qbe:scoring_seconds_total{")
+    monkeypatch.setattr("qbe.server.worker._QUIET_S", 3600.0)
+    for _ in range(5):
+        ask(server)
+    assert server.service._worker._scorer.waiting
+    assert (scores(server), server.metric("qbe:scoring_seconds_total{")) == (scored, steps)
+    monkeypatch.setattr("qbe.server.worker._QUIET_S", 0.0)
+    ask(server)  # the engine's thread looks again
+    until(lambda: scores(server) == scored + 6, "all are scored")
+
+
 def test_scoring_steps_aside_for_a_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, beside, left = server.service._worker, list[int](), list[bool]()
     step, leave = AnswerScoring.step, AnswerScoring.leave

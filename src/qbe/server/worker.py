@@ -18,6 +18,7 @@ from qbe.server.job import Cancelled, Delta, Event, Job
 
 log = logging.getLogger(__name__)
 
+_QUIET_S = 1.0  # without anybody, from when on answers are scored
 _FAILURES = 3  # steps that fail in a row; then the engine counts as broken
 
 
@@ -87,6 +88,7 @@ class Worker(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[Job, _Running] = {}
+        self._busy = 0.0  # when somebody was in the engine last
         self._news: list[tuple[Job, Event]] = []
         self._spent: dict[str, float] = {}  # joules of answers that were not told yet
         self._begun = 0.0  # when the last step did, by `time.monotonic`
@@ -142,6 +144,7 @@ class Worker(threading.Thread):
                 if not self._jobs and self._scorer.waiting:
                     self._scorer.step(engine)
                     continue
+                self._busy = time.monotonic()
                 if engine.core.has_work():
                     try:
                         self._begun = time.monotonic()
@@ -166,12 +169,16 @@ class Worker(threading.Thread):
         """What was asked meanwhile; waits for something to do. Whether to go on."""
         while True:
             try:
-                order = self._inbox.get(block=not self._jobs and not self._scorer.waiting)
+                order = self._inbox.get(not self._jobs, self._quiet_in() if self._scorer.waiting else None)
             except queue.Empty:
                 return True
             if order is None:
                 return False
             order()
+
+    def _quiet_in(self) -> float:
+        """Seconds until scoring may begin: who asks one thing after the other would wait for a step of it each time."""
+        return max(0.0, self._busy + _QUIET_S - time.monotonic())
 
     def _start(self, job: Job) -> None:
         assert self.engine is not None
