@@ -15,6 +15,7 @@ from PIL import Image
 from picture_models import FAMILIES, drawn, greedy, save, tiny
 from qbe.budget import Budget
 from qbe.engine.engine import Engine, Request
+from qbe.engine.sampling.answer_scoring import AnswerScoring
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.models.load import quiet
@@ -152,6 +153,20 @@ def test_preemption(smol: Engine) -> None:
     with engine_of("smolvlm", max_batch_tokens=48, kv_tokens=896) as engine:
         assert [r.token_ids for r in engine.generate_batch(requests)] == wanted
         assert engine.core.scheduler.preempted
+
+
+def test_an_answer_is_scored_with_its_pictures(smol: Engine) -> None:
+    """At its own bits a greedy answer's tokens are the likeliest, if what it saw is seen again."""
+    key = smol.submit(Request(asked("What is ", TWO, "?"), GREEDY, budget=FULL))
+    sequence = smol.sequence(key)
+    while not smol.finished(key):
+        smol.step()
+    smol.take_result(key)
+    scoring, found = AnswerScoring(smol.core, sequence, TOKENS), None
+    while found is None:
+        found = smol.run_idle(lambda _: scoring.step())
+    assert max(found.behind) < 1e-3
+    assert found.kl < 1e-5
 
 
 def test_several_answers_share_the_prompt(smol: Engine) -> None:

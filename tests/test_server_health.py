@@ -14,14 +14,18 @@ import pytest
 from qbe import Budget, Request, SamplingParams
 from qbe.engine.engine import Engine
 from qbe.engine.sampling.answer_scoring import AnswerScoring, widest
+from qbe.errors import QBEError
 from qbe.eval.fidelity import Teacher
 from qbe.records import RecordStore
 from qbe.server.errors import APIError
 from qbe.server.health.feedback import Answered, FeedbackRequest, Told
+from qbe.server.health.monitor import _classes
 from qbe.server.health.syndromes import DETECTORS, LADDER, SYNDROMES
 from qbe.server.keys import Client
 from qbe.server.settings import Key
 from qbe.server.settings_file import load
+from qbe.store import calibration_set
+from qbe.store.calibration_set import Passage
 from server_running import Running, running, tiny_engine, until
 
 QUIET = {
@@ -315,8 +319,18 @@ def test_every_action_has_its_alert_and_its_part_of_the_page() -> None:
     assert all(alert in page for alert in rules if alert.startswith(("QBEHealth", "QBEDetector", "QBENot")))
 
 
+def test_a_calibration_set_says_its_classes(server: Running, tmp_path: Path) -> None:
+    """The folder that `qbe calibrate build` wrote, as `qbe quantize --calibrate` takes it."""
+    parts = ("code", "en", "text", "up to 2k", 9, "log.jsonl", "MIT")
+    calibration_set.write(tmp_path / "set", [Passage(f"passage {i}", *parts) for i in range(3)], {})
+    assert _classes(tmp_path / "set", server.engine) == {"code": 3}
+    (tmp_path / "log.jsonl").write_text("{}")
+    with pytest.raises(QBEError, match=r"health\.calibration: .* is a log"):
+        _classes(tmp_path / "log.jsonl", server.engine)
+
+
 def test_settings_that_cannot_be_watched_by_stop_the_server(tmp_path: Path) -> None:
     (tmp_path / "serve.toml").write_text('[health]\ncalibration = "/nowhere.txt"\n')
-    with pytest.raises(AssertionError, match=r"health\.calibration: /nowhere\.txt cannot be read"):  # noqa: SIM117
+    with pytest.raises(AssertionError, match=r"health\.calibration: .*/nowhere\.txt cannot be read"):  # noqa: SIM117
         with running(tiny_engine, tmp_path / "serve.toml"):
             pass

@@ -198,6 +198,8 @@ def open_text(path: Path) -> CalibrationText:
         found = calibration_set.read(path)
         texts = tuple(p.text for p in found.passages)
         return CalibrationText(path.resolve().name, texts, found.digest, template=found.about.get("template"))
+    if path.suffix == ".jsonl":
+        raise QBEError(f"{path} is a log, not a text: make a set of it with 'qbe calibrate build'")
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(TOKENS * CHARACTERS)

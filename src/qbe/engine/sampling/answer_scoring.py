@@ -24,6 +24,7 @@ from qbe.engine.scheduling.sequence import Priority, Sequence
 from qbe.engine.scheduling.sequence_state import Scoring
 from qbe.errors import QBEError
 from qbe.kvcache.allocator import Page
+from qbe.pictures.placed import PlacedPicture
 from qbe.selection.blueprint_history import BlueprintHistory
 from qbe.sites import SiteTable
 
@@ -148,6 +149,8 @@ class AnswerScoring:
         params = SamplingParams(max_tokens=self._first + self._count, temperature=0, ignore_eos=True)
         sequence = Sequence(uuid.uuid4().hex, served.prompt_ids, params, blueprint)
         sequence.token_ids = list(self._ids)
+        sequence.pictures = tuple(PlacedPicture(p.picture, p.places) for p in served.pictures)  # made rows of anew
+        sequence.mrope = served.mrope
         sequence.priority, sequence.paging.cache_salt = LAST, served.paging.cache_salt
         return sequence
 

@@ -13,7 +13,6 @@ from qbe.engine.request_selector import Choice
 from qbe.engine.result import Request, Result
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
-from qbe.files import reason
 from qbe.server.grammar_constraint import GrammarConstraint
 from qbe.server.health.detectors import AnswerFacts, Detectors, Rating
 from qbe.server.health.feedback import Answered, FeedbackRequest, Told
@@ -29,6 +28,8 @@ from qbe.server.keys import Client
 from qbe.server.protocol import Contract
 from qbe.server.settings import TIER_NAMES, Settings
 from qbe.sites import FULL_BITS
+from qbe.store import calibration_set
+from qbe.store.calibration_text import open_text
 
 if TYPE_CHECKING:
     from qbe.server.exchange import Exchange
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PASSAGE = 2000  # characters of a calibration set's passages
-_PASSAGES = 256  # of them that are looked at
+_PASSAGE = 2000  # characters of a calibration text's passages that are looked at
+_PASSAGES = 256  # of them
 
 
 class HealthMonitor:
@@ -167,18 +168,18 @@ def _facts(job: Job, number: int, result: Result) -> AnswerFacts:
 
 
 def _classes(path: Path, engine: Engine) -> Mapping[str, int]:
-    """Of what classes the passages of a calibration set are."""
+    """Of what classes the passages of a calibration set, or of a text, are."""
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = reason(error) if isinstance(error, OSError) else "it is not UTF-8"
-        raise QBEError(f"health.calibration: {path} cannot be read: {why}") from None
-    passages = [text[i : i + _PASSAGE] for i in range(0, len(text), _PASSAGE)]
-    passages = [p for p in passages[:: -(-len(passages) // _PASSAGES) or 1] if p.strip()]
+        if path.is_dir():
+            return Counter(p.prompt_class for p in calibration_set.read(path).passages)
+        passages = open_text(path).passages
+    except QBEError as error:
+        raise QBEError(f"health.calibration: {error}") from None
+    passages = tuple(p for p in passages[:: -(-len(passages) // _PASSAGES)] if p.strip())
     if not passages:
         raise QBEError(f"health.calibration: {path} is empty: give the text that the model was calibrated on")
     one = SamplingParams(max_tokens=1)
-    return Counter(engine.choose(Request(passage, one))[1].profile.prompt_class for passage in passages)
+    return Counter(engine.choose(Request(p[:_PASSAGE], one))[1].profile.prompt_class for p in passages)
 
 
 def _say(change: Change, settings: Health) -> None:

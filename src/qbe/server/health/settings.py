@@ -30,7 +30,7 @@ class Health(SettingsTable):
         hold_s: seconds without cause after which the last action is taken back; each time that it was too soon doubles
             them, up to 16 times.
         floor_bits: average bits that every tier gives at least once the floor is up; None: the highest of any tier.
-        calibration: text file that the model was calibrated on, which `drift` compares prompts with; empty: none.
+        calibration: set or text that the model was calibrated on, which `drift` compares prompts with; empty: none.
         live_kl: nats a token. The default is 2.5 times what the lowest average of `flex` costs the model measured to
             suffer most from it.
         top1_agreement: least share of tokens with the same likeliest next token.
