@@ -43,14 +43,17 @@ def asked_of_an_engine(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict
 
 
 @pytest.mark.parametrize("show", [True, False])
-def test_a_terminal_sees_that_a_step_is_being_compiled(terminal: io.StringIO, show: bool) -> None:
+def test_a_terminal_sees_that_a_step_is_being_compiled(
+    terminal: io.StringIO, show: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
+    monkeypatch.setattr("qbe.engine.execution.runner.has_compiler", lambda: True)
 
     def compile(size: int) -> None:
         sizes.append(size)
         time.sleep(0.3)  # a refresh or two
 
-    runner: Any = SimpleNamespace(decode=SimpleNamespace(compile=compile, largest=2))
+    runner: Any = SimpleNamespace(device=torch.device("cpu"), decode=SimpleNamespace(compile=compile, largest=2))
     Runner.compile_steps(runner, show, 16)
     assert sizes == [1, 2]
     assert ("compiling steps" in terminal.getvalue()) is show
