@@ -2,11 +2,11 @@
 
     python benchmarks/cpu_crossover.py [--dtype float32] [--threads 1]
 
-For one layer, best of 20: the op as it is called, with activations of 16 and of 8 bits; the compiled kernel by itself,
-likewise; a dequantised weight through torch's product, without rounding x; and the plain layer. `MANY_ROWS` and
-`TILED_ROWS` (dispatch.py) are where the op changes from one to the other, FEW_ALIKE, TILED and INT16_ROWS where
-the kernel changes its way (job.c, dot_tiles.c, dot_winograd.c). Weights are random: only shapes and bits matter for
-time.
+For one layer, best of 20: the op as it is called, with activations of 16 and of 8 bits; as it is called where rows share
+what they read; the compiled kernel by itself; a dequantised weight through torch's product, without rounding x; and the
+plain layer. `MANY_ROWS` (dispatch.py) is where the op changes from one to the other, FEW_ALIKE, TILED, FEW_TILED and
+INT16_ROWS where the kernel changes its way (job.c, dot_tiles.c, nested.c, dot_winograd.c). Weights are random: only
+shapes and bits matter for time.
 How fast the linears of a model are is measured by `qbe bench linears`."""
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ def ways(
         wanted = torch.full((x.shape[0],), precision_words, dtype=torch.int32)
         return lambda: nested_linear._few(x, packed, meta, wanted, None, None, form)
 
-    def called(precision_words: int) -> Callable[[], object]:
+    def called(precision_words: int, invariant: bool = True) -> Callable[[], object]:
         wanted = torch.full((x.shape[0],), precision_words, dtype=torch.int32)
-        return lambda: nested_linear.nested_linear(x, packed, meta, wanted, None, None, LAYOUT.slices, EXPONENT)
+        return lambda: nested_linear.nested_linear(
+            x, packed, meta, wanted, None, None, LAYOUT.slices, EXPONENT, batch_invariant=invariant
+        )
 
     return {
         "op": called(bits),
         "op, 8-bit x": called(precision_word(bits, EIGHT)),
+        "shared": called(bits, False),
+        "shared, 8-bit x": called(precision_word(bits, EIGHT), False),
         "kernel": kernel(bits),
         "8-bit x": kernel(precision_word(bits, EIGHT)),
         "dequantised": lambda: nested_linear._dequantised(x, packed, meta, bits, None, form),

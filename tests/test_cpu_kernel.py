@@ -374,19 +374,46 @@ def test_dequantised_weight_in_bfloat16_is_the_references(path: str, slices: tup
         assert torch.equal(cpu.nested_linear(**a), weight.T.bfloat16())
 
 
-def test_with_tiles_torch_multiplies_many_rows_of_one_precision(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+@pytest.mark.parametrize(("many", "invariant"), [(96, True), (40, False)])
+@pytest.mark.parametrize("eight", [False, True])
+def test_with_tiles_many_rows_of_a_precision_meet_a_rounded_weight(
+    path: str, many: int, invariant: bool, eight: bool
+) -> None:
+    """Differences of two weights show whether these were rounded first; rows of 8-bit activations count half."""
     if path != "amx":
         pytest.skip("the others have no use for tiles")
-    assert dispatch.many_rows(torch.bfloat16) == dispatch.TILED_ROWS
-    assert dispatch.many_rows(torch.float32) == sys.maxsize
-    many, called = dispatch.TILED_ROWS, []
-    spread = cpu._dequantised
-    monkeypatch.setattr(cpu, "_dequantised", lambda *a: called.append((len(a[0]), a[3])) or spread(*a))
-    a = problem(40, 192, 64, (4, 2, 2), 3 * many - 1, torch.bfloat16, 5)
-    a["bits"] = torch.tensor([4, 6] * many)[: 3 * many - 1].repeat(2)[: 3 * many - 1].to(torch.int32)
-    a["bits"][2 * many :] = 8  # one row too few
+    n, k, rows = 37, 192, many * (1 + eight)
+    a = problem(n, k, 64, (4, 2, 2), rows, torch.bfloat16, 5, bias=False)
+    a["x"] = torch.zeros(rows, k, dtype=torch.bfloat16)
+    places = torch.arange(rows) % (k - 1)
+    a["x"][torch.arange(rows), places], a["x"][torch.arange(rows), places + 1] = 1.0, -1.0
+    a["bits"].fill_(precision_word(6, EIGHT) if eight else 6)
+    weight = reference.dequantise(a["packed"], a["meta"], a["exponent"], (4, 2, 2), k, 6)
+    exact, rounded = (w[:, places] - w[:, places + 1] for w in (weight, weight.bfloat16().float()))
+    assert not torch.equal(exact.bfloat16(), rounded.bfloat16())
+    assert torch.equal(cpu.nested_linear(**a, batch_invariant=invariant), rounded.T.bfloat16())
+    a["bits"][-1] = 4  # one row too few
+    found = cpu.nested_linear(**a, batch_invariant=invariant)[:-1]
+    assert torch.equal(found, exact.T.bfloat16()[:-1])
+    found = cpu.nested_linear(**a, batch_invariant=invariant, float32_output=True)[:-1]
+    assert torch.allclose(found, exact.T[:-1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(37, 100, 64), (48, 576, 64), (16, 1000, 320), (65, 2048, 128)])
+@pytest.mark.parametrize("rows", [40, 57, 97, 600])
+def test_rows_in_tiles_are_the_same_in_any_place(path: str, rows: int, n: int, k: int, group: int) -> None:
+    """Of mixed precisions and activations, one of them at 16 bits; close to the reference."""
+    if path != "amx":
+        pytest.skip("the others have no use for tiles")
+    a = problem(n, k, group, (4, 2, 2), rows, torch.bfloat16, rows)
+    words = torch.tensor([4, precision_word(4, EIGHT), 8, precision_word(8, EIGHT)], dtype=torch.int32)
+    a["bits"] = words[torch.arange(rows) % (1 if rows < 97 else 4)]
+    a["bits"][3] = 16
     check(a)
-    assert sorted(called) == [(many, 4), (many, 6)]
+    first = cpu.nested_linear(**a, batch_invariant=False)
+    order = torch.randperm(rows)
+    again = cpu.nested_linear(**{**a, "x": a["x"][order], "bits": a["bits"][order]}, batch_invariant=False)
+    assert torch.equal(again, first[order])
 
 
 @pytest.mark.parametrize("rows", [40, 128])

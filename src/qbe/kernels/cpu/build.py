@@ -167,9 +167,9 @@ def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], othe
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.qbe_multiply.argtypes = [pointer] * 8 + [long] + [integer] * 5
+    lib.qbe_multiply.argtypes = [pointer] * 8 + [long] + [integer] * 6
     lib.qbe_multiply.restype = long
-    lib.qbe_multiply_many.argtypes = [pointer] * 2 + [long] * 2 + [integer] * 3
+    lib.qbe_multiply_many.argtypes = [pointer] * 2 + [long] * 2 + [integer] * 4
     lib.qbe_multiply_many.restype = long
     lib.qbe_experts.argtypes = lib.qbe_sum_experts.argtypes = [pointer] + [integer] * 2
     lib.qbe_experts.restype = lib.qbe_sum_experts.restype = long

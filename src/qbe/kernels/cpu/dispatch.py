@@ -2,12 +2,13 @@
 
 Everything that is decided by rows, dtypes and what the processor has is decided here. torch_ops.cpp, which calls the
 compiled kernel without Python in between, is told the same bounds (`qbe.kernels.cpu.native`). How the compiled kernel
-then multiplies (FEW_ALIKE, TILED and INT16_ROWS in job.c, dot_tiles.c and dot_winograd.c) is its own.
+then multiplies (FEW_ALIKE, TILED, FEW_TILED and INT16_ROWS in job.c, dot_tiles.c, nested.c and dot_winograd.c) is its
+own.
 
 nested_linear(s)     compiled: fewer rows than `many_rows`, and fewer than `many_full` of them at 16 bits; with AVX-512
                      any number of rows whose result is float32
-                     torch: the rows of a precision that has `dequantised_rows`, by a weight made for them, and rows at
-                     16 bits
+                     torch: the rows of a precision of which a call has `many_rows`, by a weight made for them, and rows
+                     at 16 bits
 paged attention,     compiled: float32 and bfloat16
 pages                reference: other dtypes, and without a compiler
 mamba2_step          compiled: likewise, and rows of a state in whole vectors
@@ -36,16 +37,12 @@ MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
 # The same at 16 bits with AVX-512 and its bfloat16 where torch has no tiles: SmolLM2's layers take 27 ms in place of 33
 # at 16 rows, 32 in place of 35 at 24, as much at 30 (one thread of an AMD EPYC with Zen 5).
 FULL_ROWS = 24
-TILED_ROWS = 96  # the same of bfloat16 where torch multiplies it by tiles (AMX), and so does the kernel up to there
 MOST_STATE = 1024  # numbers of a row of a recurrent state (MOST_STATE in state_rows.c)
-TILE_INPUTS = 32  # that such a tile takes at a time
 
 
 def many_rows(dtype: torch.dtype) -> int:
     """From this many rows on the compiled kernel does not serve a call by itself: 0 without one for that dtype."""
     path = build.backend()
-    if path == "amx" and dtype is torch.bfloat16:
-        return TILED_ROWS
     if path in ("amx", "avx512"):
         return sys.maxsize if dtype in ROW_DTYPES else 0
     return 0 if path == "torch" else MANY_ROWS.get(dtype, 0)
@@ -82,13 +79,6 @@ def dequantises(dtype: torch.dtype) -> bool:
 def any_rows_in_float32() -> bool:
     """Whether the compiled kernel takes any number of rows whose result is to be float32."""
     return build.backend() in ("avx512", "amx")
-
-
-def dequantised_rows(dtype: torch.dtype, inputs: int) -> int:
-    """From this many rows of a precision on, in a call of many rows, torch multiplies them by a weight made for it."""
-    if build.backend() == "amx" and inputs % TILE_INPUTS:
-        return sys.maxsize  # torch's tiles would let a NaN of one row into another's sums
-    return many_rows(dtype)
 
 
 def reads_pages(*dtypes: torch.dtype) -> bool:

@@ -7,7 +7,6 @@
    The registers: 0 a block of the panel, 1 a plane of the rows' numbers for it, 2 to 5 sums of two groups' planes. */
 
 #define TILED 5       /* rows that pay for tiles (benchmarks/cpu_crossover.py) */
-#define TILE_LINES 16 /* rows that a register holds at most */
 
 #if defined(__clang__) || __GNUC__ > 10
 #include <sys/syscall.h>

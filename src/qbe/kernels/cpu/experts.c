@@ -110,7 +110,7 @@ static int64_t fill_jobs(const Call *c, const Matrices *m, const int64_t *first,
                          .given = given + (x_row ? 0 : first[e] * s->k * number), .x_row = x_row ? x_row + first[e] : NULL,
                          .original = m->original ? m->original + e * s->n * s->k * number : NULL,
                          .bias = m->bias ? m->bias + e * s->n * (m->bias_dtype == FLOAT32 ? 4 : 2) : NULL,
-                         .bias_dtype = (int)m->bias_dtype};
+                         .bias_dtype = (int)m->bias_dtype, .tiled_rows = MANY_TILED};
         *j++ = one;
     }
     return j - job;

@@ -5,12 +5,15 @@
 #define CHUNK 65536 /* weights that a thread takes at a time, at most */
 
 #define INT16 0 /* in the place of a number of planes: all 16 bits in one number */
+#define IN_TILES 3 /* likewise: x as it is, in tiles of bfloat16 (dot_bfloat16.c) */
 
 /* What products need to know of a row of x and a group (activations.c). */
 typedef struct {
     float unit, sum; /* the value of the last plane's unit; the sum of the group in it */
     int32_t taken;   /* with INT16: -(x1 x2 + x3 x4 + ...), modulo 2^32 (dot_winograd.c) */
 } OfGroup;
+
+#define TILE_LINES 16 /* rows that a register of AMX holds at most */
 
 #define FEW 16      /* rows that share unpacked codes (dot_few.c) */
 #define FEW_ALIKE 8 /* of one precision; more pay for a panel of their own (benchmarks/cpu_crossover.py) */
@@ -40,7 +43,9 @@ typedef struct {
     /* multiply: the rows of x in the order of their precisions, those of 8-bit activations behind the others */
     const int32_t *words;    /* of all rows, in their own order */
     int32_t *row, *precision; /* number in x and y, index of the precision */
-    int32_t *planes;         /* of activations.c, or INT16 */
+    int32_t *planes;         /* of activations.c, INT16 or IN_TILES */
+    int64_t tiled_rows;      /* from so many of one precision on they are IN_TILES; 0: none are */
+    Rows by_tiles[8];        /* those rows, by their precision */
     Few few[8];              /* rows that are multiplied together (AVX-512), by the parts that they read less one */
     int64_t few_rows, few_first; /* how many, and the first of them */
     int few_highest;         /* of their precisions */

@@ -37,6 +37,8 @@
 
 #include "dot_tiles.c"
 
+#include "dot_bfloat16.c"
+
 #include "dot_winograd.c"
 
 #include "dot_pairs.c"
@@ -138,11 +140,13 @@ static void load_avx2(Job *j, int64_t r) {
 }
 
 static void load_avx512(Job *j, int64_t r) {
-    fixed_point(given_row(j, j->row[r]), j->dtype, j->k, j->w.kp, j->w.groups, j->planes[r], j->x + r * j->x_bytes, j->of_group + r, j->rows);
+    if (j->planes[r] == IN_TILES) load_tile_row(j, r);
+    else fixed_point(given_row(j, j->row[r]), j->dtype, j->k, j->w.kp, j->w.groups, j->planes[r], j->x + r * j->x_bytes, j->of_group + r, j->rows);
 }
 
 TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
-    if (in_few(j, r0)) {
+    if (j->planes[r0] == IN_TILES) multiply_bfloat16(j, at, n0, n1, r0, r1, scratch);
+    else if (in_few(j, r0)) {
         if (r0 == j->few_first) multiply_few(j, n0, n1, scratch);
     } else if (j->planes[r0] == INT16) multiply_int16(j, at, n0, n1, r0, r1, scratch);
     else if (j->tiles && r1 - r0 >= TILED) multiply_tiles(j, at, n0, n1, r0, r1, scratch);
@@ -194,6 +198,9 @@ static const Recipe *recipes(const Layout *layout) {
 /* Whether two jobs have the same rows of x laid out alike: in one order, in as many planes, which precisions they read or not. */
 static int same_rows(const Job *a, const Job *b) {
     const size_t bytes = (size_t)b->given_rows * 4;
+    for (int64_t r = 1; r < a->rows && r < b->rows; r++) /* tiles hold rows of one precision */
+        if (a->planes[r] == IN_TILES && (a->precision[r] == a->precision[r - 1]) != (b->precision[r] == b->precision[r - 1]))
+            return 0;
     return a->given == b->given && a->x_row == b->x_row && a->given_rows == b->given_rows && a->w.kp == b->w.kp
            && a->w.groups == b->w.groups && a->full == b->full && a->full_eight == b->full_eight
            && !memcmp(a->row, b->row, bytes) && !memcmp(a->planes, b->planes, bytes);
@@ -208,9 +215,14 @@ static char *take(char **memory, size_t bytes) {
 /* Bytes of x for an input, as the backend's load function leaves it. */
 INLINE int64_t bytes_of_input(int backend) { return backend < AVX512 ? 4 : 2; }
 
+/* From so many rows of a precision on, products of bfloat16 by tiles pay (benchmarks/cpu_crossover.py), and so many have them where
+   a row of few is to come out the same whatever rows are beside it. */
+#define FEW_TILED 40
+#define MANY_TILED 96
+
 INLINE int takes_pairs(int backend, int64_t rows) {
 #ifdef X86
-    return backend == AVX512 && rows > INT16_MOST;
+    return backend == AVX512 ? rows > INT16_MOST : backend == TILES && rows >= FEW_TILED;
 #else
     return 0;
 #endif
@@ -225,6 +237,7 @@ static size_t job_bytes(const Job *j, int threads, int backend, int64_t *scratch
     if (backend >= AVX512) {
         floats = int16_floats(w) * int16_tiles(chunk_rows(w->n, w->kp, threads, takes_pairs(backend, rows)), rows);
         if (floats < few_floats(w)) floats = few_floats(w);
+        if (backend == TILES && floats < tile_floats(w) + bfloat16_floats(w)) floats = tile_floats(w) + bfloat16_floats(w);
     }
 #endif
     if (*scratch < floats) *scratch = floats;
@@ -244,6 +257,7 @@ static int64_t plan_job(Job *j, const Job *before, int threads, int backend, cha
     sort_rows(j);
 #ifdef X86
     if (backend == AVX512) choose_int16(j);
+    if (backend == TILES) choose_tiles(j);
     if (backend >= AVX512) j->recipe = recipes(j->w.layout), j->tiles = backend == TILES;
 #endif
     const Job *same = j->x_row ? j : before; /* rows picked out of x are nobody else's */
@@ -304,10 +318,11 @@ static int missing_original(const int32_t *words, int64_t rows) {
 }
 
 /* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] of `dtype`
-   (FLOAT16: with AVX-512, and no row at 16 bits), contiguous. Returns 0, or -1: a row asks for 16 bits and there is
+   (FLOAT16: with AVX-512, and no row at 16 bits), contiguous. invariant: a row of fewer than MANY_TILED comes out the same, bit
+   for bit, whatever rows are beside it. A y in FLOAT32 is a sum of weights that are not rounded. Returns 0, or -1: a row asks for 16 bits and there is
    no original (nothing was done); -2: out of memory (nothing was done). */
-int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
-                          int32_t backend) {
+int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t invariant,
+                          int32_t threads, int32_t backend) {
     int64_t used = 0;
     for (const Matrix *m = matrix; m < matrix + count; m++)
         if (!m->original && missing_original(m->bits, rows)) return -1;
@@ -318,7 +333,8 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         if (m->shape->n == 0) continue;
         const Job j = {.w = weight_of(m->packed, m->meta, m->shape), .dtype = dtype, .y_dtype = m->y_dtype, .y = m->y,
                        .y_stride = m->y_stride, .words = m->bits, .bias = m->bias, .bias_dtype = m->bias_dtype,
-                       .k = m->shape->k, .original = m->original, .given = x, .given_rows = rows};
+                       .k = m->shape->k, .original = m->original, .given = x, .given_rows = rows,
+                       .tiled_rows = m->y_dtype == FLOAT32 ? 0 : invariant ? MANY_TILED : FEW_TILED};
         job[used++] = j;
     }
     const int64_t failed = run_jobs(job, used, threads, backend);
@@ -329,9 +345,9 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
 /* The same for one weight, y contiguous. */
 int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, const int32_t *bits,
                      const void *original, const void *bias, void *y, const Shape *shape, int64_t rows, int32_t dtype,
-                     int32_t y_dtype, int32_t bias_dtype, int32_t threads, int32_t backend) {
+                     int32_t y_dtype, int32_t bias_dtype, int32_t invariant, int32_t threads, int32_t backend) {
     const Matrix m = {packed, meta, bits, original, bias, y, shape, shape->n, bias_dtype, y_dtype};
-    return qbe_multiply_many(x, &m, 1, rows, dtype, threads, backend);
+    return qbe_multiply_many(x, &m, 1, rows, dtype, invariant, threads, backend);
 }
 
 /* Rows of x as 8 bits hold them, of x's `dtype`: out [rows, k]. Returns 0, or -2: out of memory. */

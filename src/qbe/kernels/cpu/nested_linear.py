@@ -1,8 +1,8 @@
 """`qbe::nested_linear` on the CPU.
 
 The compiled kernel multiplies straight from the packed slices, or from the 16-bit original, and each row reads only its
-own. Many rows (prefill): those at 16 bits go to torch; without AVX-512 VNNI, and in bfloat16 where the processor
-multiplies tiles (AMX), so do the others, by a weight that is dequantised once per precision in the call.
+own. Many rows (prefill): those at 16 bits go to torch; without AVX-512 VNNI so do the others, by a weight that is
+dequantised once per precision in the call.
 
 A decode step makes some two hundred calls, so whatever depends on shapes alone is checked and laid out once
 (`geometry`), and a call with few rows hands C seven pointers and a table.
@@ -37,17 +37,17 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
     float32_output: bool = False,
-    batch_invariant: bool = True,  # it is so in any case
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias. Arguments and result as those of `qbe.kernels.ops.nested_linear`.
 
     The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
     `dispatch.MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others, and of `float32_output` ones) and
     multiplies the exact weight with x, which AVX-512 reads as 16-bit fixed point with a scale for each group, in
-    float32, too; sums are float32. With AMX `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with
-    the weight rounded to bfloat16, where the inputs are a multiple of 32. Elsewhere with more rows the weight is
-    first rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of
-    the unquantised layer.
+    float32, too; sums are float32. With AMX 96 rows of bfloat16 at one precision (40 without `batch_invariant`) are
+    multiplied in tiles of it, with the weight rounded to bfloat16. Elsewhere with more rows the weight is first rounded
+    to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised
+    layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -65,11 +65,11 @@ def nested_linear(
     if rows.shape[0] == 0 or form.n == 0:
         y = x.new_empty(rows.shape[0], form.n, dtype=torch.float32 if float32_output else None)
     elif dispatch.few_enough(bits, dtype) or (float32_output and dispatch.any_rows_in_float32()):
-        y = _few(rows, packed, meta, bits, original, bias, form, float32_output)
+        y = _few(rows, packed, meta, bits, original, bias, form, float32_output, batch_invariant)
     elif float32_output:  # torch rounds what it multiplies in bfloat16
         y = nested_linear(rows.float(), packed, meta, bits, original, bias, slices, exponent)
     else:
-        y = _many(rows, packed, meta, bits, original, bias, form)
+        y = _many(rows, packed, meta, bits, original, bias, form, batch_invariant)
     return y if len(shape) == 2 else y.view(*shape[:-1], form.n)
 
 
@@ -109,6 +109,7 @@ def _few(
     bias: torch.Tensor | None,
     form: Geometry,
     float32_output: bool = False,
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """The compiled kernel; rows at 16 bits go to torch where the original has another dtype than x."""
     rows, bits = rows.contiguous(), bits.contiguous()
@@ -127,6 +128,7 @@ def _few(
         ROW_DTYPES[rows.dtype],
         ROW_DTYPES[y.dtype],
         0 if kernel_bias is None else ROW_DTYPES[kernel_bias.dtype],
+        batch_invariant,
         _threads(),
         build.number(),
     )
@@ -140,7 +142,7 @@ def _few(
     exact = rounded(rows[full], bits[full], form)
     y[full] = full_rows(exact.float() if float32_output else exact, original, bias)
     if not full.all():
-        y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form, float32_output)
+        y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form, float32_output, batch_invariant)
     return y
 
 
@@ -181,6 +183,7 @@ def _many(
     original: torch.Tensor | None,
     bias: torch.Tensor | None,
     form: Geometry,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """Precision by precision: rows that do not pay for torch's product take the compiled kernel together."""
     layout, precision_words = form.layout, weight_bits(bits)
@@ -199,7 +202,7 @@ def _many(
         asked.setdefault(precision, []).append(value)
     if FULL_BITS in count and original is None:
         raise missing_original()
-    limit = dispatch.dequantised_rows(rows.dtype, form.k)
+    limit = dispatch.many_rows(rows.dtype)
     few = {b for b in count if b != FULL_BITS and count[b] < limit}
 
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
@@ -212,7 +215,7 @@ def _many(
             )
             group_rows, group_bits = rows[indices], bits[indices]
         if group is few:
-            part = _few(group_rows, packed, meta, group_bits, None, bias, form)
+            part = _few(group_rows, packed, meta, group_bits, None, bias, form, batch_invariant=batch_invariant)
         elif FULL_BITS in group:
             assert original is not None
             exact = rounded(group_rows, group_bits, form)

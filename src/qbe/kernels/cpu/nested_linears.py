@@ -34,7 +34,7 @@ def nested_linears(
     biases: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
-    batch_invariant: bool = True,  # it is so in any case
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.merged_linear.nested_linears`.
 
@@ -49,7 +49,7 @@ def nested_linears(
     rows = x.reshape(-1, k).contiguous()
     count = rows.shape[0]
     if count == 0 or not all(dispatch.few_enough(b, dtype) for b in bits):
-        return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
+        return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents, batch_invariant)
     if not len(packed) == len(meta) == len(bits) == len(exponents) or any(
         len(some) not in (0, len(packed)) for some in (originals, biases)
     ):
@@ -75,10 +75,11 @@ def nested_linears(
         )  # fmt: skip
         column += form.n
     failed = build.loaded().qbe_multiply_many(
-        rows.data_ptr(), ctypes.addressof(matrices), len(forms), count, ROW_DTYPES[dtype], _threads(), build.number()
-    )
+        rows.data_ptr(), ctypes.addressof(matrices), len(forms), count, ROW_DTYPES[dtype], batch_invariant, _threads(),
+        build.number(),
+    )  # fmt: skip
     if failed == -1:  # rows at 16 bits that the compiled kernel cannot read, or nobody: this says which
-        return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
+        return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents, batch_invariant)
     if failed:
         raise MemoryError("the CPU kernel found no memory for its working buffers")
     return y.view(*x.shape[:-1], -1)
@@ -93,11 +94,20 @@ def _one_by_one(
     biases: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """A call for each weight: what the op means."""
     parts = [
         nested_linear(
-            x, p, m, b, originals[i] if originals else None, biases[i] if biases else None, slices, exponents[i]
+            x,
+            p,
+            m,
+            b,
+            originals[i] if originals else None,
+            biases[i] if biases else None,
+            slices,
+            exponents[i],
+            batch_invariant=batch_invariant,
         )
         for i, (p, m, b) in enumerate(zip(packed, meta, bits, strict=True))
     ]

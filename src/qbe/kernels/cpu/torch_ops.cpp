@@ -41,7 +41,7 @@ struct AttentionShape {
     float scaling, softcap;
     int32_t dtype;
 };
-using Multiply = int64_t(const void *, const Matrix *, int64_t, int64_t, int32_t, int32_t, int32_t);
+using Multiply = int64_t(const void *, const Matrix *, int64_t, int64_t, int32_t, int32_t, int32_t, int32_t);
 using Square = void(const void *, float *, int64_t);
 using Norm = void(const void *, const float *, float, const void *, void *, int64_t, int64_t);
 using Rotate = void(const void *, int64_t, int64_t, const void *, const void *, void *, int64_t, int64_t, int64_t);
@@ -126,7 +126,7 @@ int64_t rows_of(const Tensor &x, bool float32_output = false) {
     return rows < many_rows[dtype] || (float32_output && backend >= AVX512) ? rows : 0;
 }
 
-Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
+Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows, bool batch_invariant = true) {
     const int64_t dims = x.dim();
     int64_t sizes[8], n = 0;
     for (int64_t i = 0; i < count; i++) n += m[i].shape->n;
@@ -138,7 +138,7 @@ Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
         to += m[i].shape->n * (m->y_dtype == 0 ? 4 : 2);
     }
     const int64_t done =
-        multiply(x.data_ptr(), m, count, rows, row_dtype_of(x), (int32_t)torch::stable::get_num_threads(), backend);
+        multiply(x.data_ptr(), m, count, rows, row_dtype_of(x), batch_invariant, (int32_t)torch::stable::get_num_threads(), backend);
     STD_TORCH_CHECK(done == 0, "the CPU kernel found no memory for its working buffers");
     return y;
 }
@@ -158,7 +158,7 @@ Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::opt
     if (rows && bits.dim() == 1 && bits.size(0) == rows &&
         fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
              bias ? &*bias : nullptr, slices, exponent, float32_output))
-        return run(x, &m, 1, rows);
+        return run(x, &m, 1, rows, batch_invariant);
     return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent, float32_output,
                   batch_invariant);
 }
@@ -176,7 +176,7 @@ Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tens
         fits = bits[i].dim() == 1 && bits[i].size(0) == rows &&
                fill(m[i], s[i], x, rows, packed[i], meta[i], bits[i],
                     originals.empty() ? nullptr : &originals[i], biases.empty() ? nullptr : &biases[i], slices, exponents[i]);
-    if (fits) return run(x, m, (int64_t)count, rows);
+    if (fits) return run(x, m, (int64_t)count, rows, batch_invariant);
     return python("qbe::nested_linears_python", x, packed, meta, bits, originals, biases, slices, exponents,
                   batch_invariant);
 }

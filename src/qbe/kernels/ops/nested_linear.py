@@ -43,8 +43,8 @@ def nested_linear(
         exponent: scale exponent of the matrix.
         float32_output: give the sums as they are, in float32 and not rounded to x's dtype: for logits, which are far
             from zero and near each other (in bfloat16 those from 16 to 32 are told apart by eighths only).
-        batch_invariant: a row of few comes out the same, bit for bit, whatever rows are beside it. A GPU has a faster
-            kernel for those that may not; on a CPU they are the same in any case.
+        batch_invariant: a row of few comes out the same, bit for bit, whatever rows are beside it. A GPU and a CPU with
+            AMX have faster kernels for those that may not.
 
     Returns:
         [..., N] in x's dtype, or float32; sums are taken in float32.
