@@ -2,11 +2,11 @@
 
     python benchmarks/cpu_crossover.py [--dtype float32] [--threads 1]
 
-For one layer, best of 20: the op as it is called, with activations of 16 and of 8 bits; as it is called where rows share
-what they read; the compiled kernel by itself; a dequantised weight through torch's product, without rounding x; and the
-plain layer. `MANY_ROWS` (dispatch.py) is where the op changes from one to the other, FEW_ALIKE, TILED, FEW_TILED and
-INT16_ROWS where the kernel changes its way (job.c, dot_tiles.c, nested.c, dot_winograd.c). Weights are random: only
-shapes and bits matter for time.
+For one layer, best of 20: the op as it is called, with activations of 16 and of 8 bits; as it is called where rows
+share what they read; the compiled kernel by itself; a dequantised weight through torch's product, without rounding x;
+and the plain layer. `MANY_ROWS` (dispatch.py) is where the op changes from one to the other, FEW_ALIKE, TILED,
+FEW_TILED and INT16_ROWS where the kernel changes its way (job.c, dot_tiles.c, nested.c, dot_winograd.c). Weights are
+random: only shapes and bits matter for time.
 How fast the linears of a model are is measured by `qbe bench linears`."""
 
 from __future__ import annotations
