@@ -19,7 +19,16 @@ from qbe.server.settings_file import load
 from server_running import Running, running, tiny_engine, until
 
 CALM = "[health]\nsample = 0.0\nladder = false\n"
-STEPS = "steps = [{weight = 50, minutes = 60}]"
+STEPS = "steps = [{{weight = 50, minutes = {0}}}, {{weight = 80, minutes = {0}}}]"
+TIGHT = """sample = 1.0
+[rollout.limits]
+live_kl = 1e-3
+flip_margin = 1e3
+top1_agreement = 0.0
+loops = 1.0
+ttft = 100.0
+itl = 100.0
+"""
 TIERS = "[tiers.default]\nbits = [8.0, 8.0]\n[prices]\noutput = 8.0\ninput = 8.0\n"
 
 
@@ -36,10 +45,11 @@ def server(folder: Path) -> Iterator[Running]:
         yield found
 
 
-def begin(server: Running, folder: Path, salt: str, candidate: str, more: str = "", rest: str = CALM) -> None:
+def begin(server: Running, folder: Path, salt: str, candidate: str, more: str = "", rest: str = CALM,
+          minutes: float = 60) -> None:  # fmt: skip
     """Another rollout: its salt makes it one."""
     (folder / "serve.toml").write_text(
-        f'{TIERS}{rest}[rollout]\nsalt = "{salt}"\n{STEPS}\n{more}\n[rollout.candidate]\n{candidate}\n'
+        f'{TIERS}{rest}[rollout]\nsalt = "{salt}"\n{STEPS.format(minutes)}\n{more}\n[rollout.candidate]\n{candidate}\n'
     )
     wanted = load(folder / "serve.toml").rollout
     until(lambda: server.service.settings.rollout == wanted, "the settings are read")
@@ -64,13 +74,7 @@ def test_a_worse_canary_is_off_within_a_hundred_requests_and_none_fails(
     server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qbe.server.worker._QUIET_S", 0.0)
-    begin(
-        server,
-        folder,
-        "worse",
-        "bits = [4.0, 4.0]",
-        "sample = 1.0\n[rollout.limits]\nlive_kl = 1e-3\nflip_margin = 1e3\ntop1_agreement = 0.0\nloops = 1.0",
-    )
+    begin(server, folder, "worse", "bits = [4.0, 4.0]", TIGHT)
     arms, bits, asked = Counter[str](), dict[str, float](), 0
     while rollout(server)["weight"]:
         assert asked < 100, rollout(server)
@@ -86,6 +90,36 @@ def test_a_worse_canary_is_off_within_a_hundred_requests_and_none_fails(
     assert {arm(ask(server, f"talk {i}")) for i in range(asked)} == {"stable"}
     assert server.metric('qbe:rollout_aborts_total{cause="live_kl"') == 1
     assert server.metric('qbe:rollout_phase{model_name="tiny",phase="aborted"}') == 1
+
+
+def test_a_good_canary_goes_up_to_everything(server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the limits that the worse one did not keep to."""
+    monkeypatch.setattr("qbe.server.worker._QUIET_S", 0.0)
+    begin(server, folder, "good", "bits = [16.0, 16.0]", f"least = 8\nleast_scored = 4\n{TIGHT}", minutes=0.02)
+    weights, asked = list[float](), 0
+    while (weight := rollout(server)["weight"]) < 100:
+        assert asked < 400, rollout(server)
+        weights.append(weight)
+        answers = [ask(server, f"talk {i}") for i in range(asked, asked + 4)]
+        asked += 4
+        time.sleep(0.1)
+    assert weights == sorted(weights)
+    assert set(weights) == {50, 80}
+    assert rollout(server)["phase"] == "successful"
+    assert {arm(a) for a in answers} <= {"stable", "candidate"}
+    assert {arm(ask(server, f"talk {i}")) for i in range(8)} == {"candidate"}
+
+
+def test_clients_ratings_abort_it(server: Running, folder: Path) -> None:
+    begin(server, folder, "rated", "bits = [4.0, 4.0]", "sample = 0.0")
+    asked = 0
+    while rollout(server)["weight"]:
+        assert asked < 100, rollout(server)
+        answer = ask(server, f"talk {asked}")
+        asked += 1
+        body = {"id": answer["id"], "success": arm(answer) == "stable"}
+        until(lambda b=body: server.post("qbe/feedback", b).status_code == 200, "it can be told of")
+    assert rollout(server)["cause"].startswith("failures: candidate 1, stable 0")
 
 
 def test_a_candidate_that_cannot_choose_fails_no_request(server: Running, folder: Path) -> None:
@@ -188,7 +222,7 @@ def test_keys_are_sticky_and_an_abort_outlives_the_server(tmp_path: Path) -> Non
     keys = {name: new_key(name) for name in ("boss", *(f"key{i}" for i in range(8)))}
     tables = "".join(lines + ("operator = true\n" if name == "boss" else "") for name, (_, lines) in keys.items())
     (tmp_path / "serve.toml").write_text(
-        f"{TIERS}{CALM}[rollout]\n{STEPS}\n[rollout.candidate]\nbits = [4.0, 4.0]\n{tables}"
+        f"{TIERS}{CALM}[rollout]\n{STEPS.format(60)}\n[rollout.candidate]\nbits = [4.0, 4.0]\n{tables}"
     )
 
     def who(name: str) -> dict[str, str]:
