@@ -145,7 +145,7 @@ def simulated(good: Callable[[random.Random], float], bad: Callable[[random.Rand
     rollout = made(limits=limits)
 
     def run(seed: int) -> int | None:
-        rng, evidence = random.Random(seed), Evidence(rollout, True)
+        rng, evidence = random.Random(seed), Evidence(rollout)
         for i in range(400):
             evidence.add("stable", {name: good(rng)})  # type: ignore[dict-item]
             evidence.add("candidate", {name: bad(rng)})  # type: ignore[dict-item]
@@ -192,7 +192,7 @@ def test_an_arm_that_is_much_worse_is_found_within_a_hundred(
 
 
 def test_one_that_becomes_worse_is_found_within_a_hundred_more() -> None:
-    rng, evidence = random.Random(0), Evidence(made(), True)
+    rng, evidence = random.Random(0), Evidence(made())
     for i in range(5200):
         evidence.add("stable", {"errors": 0.0})
         evidence.add("candidate", {"errors": float(i >= 5100 - 100 and rng.random() < 0.7)})
@@ -214,8 +214,8 @@ def test_bounds_by_hand() -> None:
 # What metrics come to
 
 
-def filled(rollout: Rollout, n: int, values: dict[str, float], scores: bool = True) -> Evidence:
-    evidence = Evidence(rollout, scores)
+def filled(rollout: Rollout, n: int, values: dict[str, float]) -> Evidence:
+    evidence = Evidence(rollout)
     for _ in range(n):
         for arm in ("stable", "candidate"):
             evidence.add(arm, values)  # type: ignore[arg-type]
@@ -223,19 +223,21 @@ def filled(rollout: Rollout, n: int, values: dict[str, float], scores: bool = Tr
 
 
 def test_outcomes() -> None:
-    assert filled(made(), 19, GOOD).outcome() == "inconclusive"
-    assert filled(made(), 20, GOOD).outcome() == "successful"
-    assert filled(made(sample=0.5), 20, GOOD).outcome() == "inconclusive", "nothing was scored"
-    assert filled(made(sample=0.5), 20, GOOD, scores=False).outcome() == "successful", "nothing can be"
-    assert filled(made(off=["itl"]), 20, {k: v for k, v in GOOD.items() if k != "itl"}).outcome() == "successful"
+    assert filled(made(), 19, GOOD).outcome(True) == "inconclusive"
+    assert filled(made(), 20, GOOD).outcome(True) == "successful"
+    assert filled(made(sample=0.5), 20, GOOD).outcome(True) == "inconclusive", "nothing was scored"
+    assert filled(made(sample=0.5), 20, GOOD).outcome(False) == "successful", "nothing can be"
+    fewer = {name: value for name, value in GOOD.items() if name != "itl"}
+    assert filled(made(), 20, fewer).outcome(True) == "inconclusive"
+    assert filled(made(off=["itl"]), 20, fewer).outcome(True) == "successful"
     scored = {"live_kl": 0.1, "top1_agreement": 0.9}
-    assert filled(made(sample=0.5), 20, GOOD | scored).outcome() == "successful"
+    assert filled(made(sample=0.5), 20, GOOD | scored).outcome(True) == "successful"
     beyond = filled(made(sample=0.5, limits={"live_kl": 0.2}), 7, GOOD | scored | {"live_kl": 0.3})
     assert beyond.judge() is None, "of too few nothing is said"
     for _ in range(20):
         beyond.add("candidate", {"live_kl": 0.3})
     assert beyond.judge() == "live_kl"
-    assert beyond.outcome() == "failed"
+    assert beyond.outcome(True) == "failed"
     for _ in range(500):
         beyond.add("candidate", {"live_kl": 0.0})
     assert beyond.judge() == "live_kl", "once worse it stays so"
@@ -338,6 +340,20 @@ def test_time_stands_still_while_health_acts(tmp_path: Path) -> None:
     clock.now = 100.0
     one.look()
     assert (one.weight, told(one)["elapsed_s"]) == (5, 0)
+
+
+def test_servers_that_share_a_ledger_share_an_abort(tmp_path: Path) -> None:
+    clock = Clock()
+    one, other = controller(tmp_path, made(), clock), controller(tmp_path, made(), clock)
+    assert one.weight == other.weight == 5
+    one.abort("because", "test")
+    clock.now = 45.0  # when the other one would write how long its step has run
+    other.look()
+    assert (other.weight, other.aborted) == (0, "because")
+    assert controller(tmp_path, made()).weight == 0
+    other.act("resume")
+    other.look()
+    assert (one.weight, other.weight) == (0, 5), "whom an operator asked"
 
 
 def test_time_goes_on_after_a_restart(tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ class HealthMonitor:
     def begin(self, engine: Engine) -> None:
         """There is an engine. Raises QBEError for a calibration set that cannot be read."""
         self.scorer.begin(engine)
-        self._rollout.scores = self.scorer.why_not is None
         if self._settings().calibration:
             self._detectors.compare_with(_classes(Path(self._settings().calibration), engine))
 
@@ -177,7 +176,7 @@ class HealthMonitor:
                 self._aborts = self._rollout.aborts
             self._detectors.clear()
             _say(change, self._settings())
-        self._rollout.held = bool(self.ladder.taken)
+        self._rollout.held, self._rollout.scores = bool(self.ladder.taken), self.scorer.why_not is None
         self._metrics.looked(readings, self.ladder, change, bool(self._rollout.aborted))
 
     def describe(self) -> dict[str, Any]:

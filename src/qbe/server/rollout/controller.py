@@ -72,7 +72,8 @@ class RolloutController:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._settings, self._file, self.metrics, self._clock = settings, StateFile(ledger), metrics, clock
-        self._lock, self._looked, self._saved_at = threading.RLock(), clock(), clock()
+        self._looked = self._saved_at = clock()
+        self._lock, self._writing = threading.RLock(), threading.Lock()  # taken in this order
         self._now: _Running | None = None
         self._runs = self.aborts = 0
         self.scores, self.held = True, False
@@ -87,8 +88,9 @@ class RolloutController:
             if self._now is not None and self._now.id == id:  # the file was read again, and says the same
                 self._now.rollout = rollout
             else:
+                self.close()
                 state = self._file.read(id, len(rollout.steps))
-                self._now = _Running(rollout, id, state, Evidence(rollout, self.scores), self._number(), state)
+                self._now = _Running(rollout, id, state, Evidence(rollout), self._number(), state)
                 more = f" ({state.cause})" if state.cause else ""
                 log.warning("rollout %s: %s, %g %% for the candidate%s", id, state.phase, self._now.weight, more)
         return self._now
@@ -176,23 +178,42 @@ class RolloutController:
 
     def look(self) -> None:
         """About once a second: time goes on."""
+        self._follow()
         with self._lock:
             passed, self._looked = self._clock() - self._looked, self._clock()
             now = self._running()
             if now is not None and now.state.phase == "progressing" and not self.held:
                 now.state = replace(now.state, elapsed_s=now.state.elapsed_s + passed)
-                if now.state.elapsed_s >= now.seconds and now.evidence.outcome() == "successful":
+                if now.state.elapsed_s >= now.seconds and now.evidence.outcome(self.scores) == "successful":
                     if now.state.step + 1 < len(now.rollout.steps):
                         self._begin(now, now.state.step + 1)
                     else:
                         self._change(now, replace(now.state, phase="successful"))
-            if now is not None and now.saved != now.state and self._clock() - self._saved_at >= _SAVE_S:
-                self._save(now)
             self.metrics.looked(self.describe())
+            if now is None or now.saved == now.state or self._clock() - self._saved_at < _SAVE_S:
+                return
+            self._writing.acquire()  # so that nothing older is written after what comes meanwhile
+            state = now.state
+        try:  # while others go on
+            self._write(now, state)
+        finally:
+            self._writing.release()
+
+    def _follow(self) -> None:
+        """What another server with this ledger has aborted is off here, too, rather than written over."""
+        with self._lock:
+            now = self._running()
+        if now is None or now.state.phase == "aborted":
+            return
+        theirs = self._file.read(now.id, len(now.rollout.steps))
+        if theirs.phase == "aborted":
+            with self._lock:
+                if self._now is now and now.state.phase != "aborted":
+                    self._abort(now, theirs.cause, "elsewhere")
 
     def _begin(self, now: _Running, step: int) -> None:
         """A step, with evidence of its own."""
-        now.evidence, now.run = Evidence(now.rollout, self.scores), self._number()
+        now.evidence, now.run = Evidence(now.rollout), self._number()
         self._change(now, State("progressing", step))
 
     def _change(self, now: _Running, state: State) -> None:
@@ -203,11 +224,15 @@ class RolloutController:
         self.metrics.looked(self.describe())
 
     def _save(self, now: _Running) -> None:
+        with self._writing:
+            self._write(now, now.state)
+
+    def _write(self, now: _Running, state: State) -> None:
         """What cannot be written is tried again; until then it holds in this process."""
         self._saved_at = self._clock()
         try:
-            self._file.write(now.id, now.state)
-            now.saved = now.state
+            self._file.write(now.id, state)
+            now.saved = state
         except QBEError as error:
             log.error("%s", error)
 
@@ -236,6 +261,6 @@ class RolloutController:
                 "id": now.id, "phase": "inconclusive" if overdue else state.phase, "weight": now.weight,
                 "cause": state.cause or None, "candidate": now.rollout.candidate.model_dump(exclude_none=True),
                 "step": state.step, "steps": [step.model_dump() for step in now.rollout.steps],
-                "elapsed_s": round(state.elapsed_s, 1), "outcome": evidence.outcome(), "held": self.held,
+                "elapsed_s": round(state.elapsed_s, 1), "outcome": evidence.outcome(self.scores), "held": self.held,
                 "metrics": {n: f.describe(evidence.limit(n)) for n, f in evidence.findings().items()},
             }  # fmt: skip

@@ -49,11 +49,10 @@ class Evidence:
 
     Args:
         rollout: its settings.
-        scores: whether answers are scored at all.
     """
 
-    def __init__(self, rollout: Rollout, scores: bool) -> None:
-        self._rollout, self._scores = rollout, scores
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
         self._kept: dict[tuple[MetricName, ArmName], deque[float]] = {
             (name, arm): deque(maxlen=rollout.window) for name in METRICS for arm in ARMS
         }
@@ -92,15 +91,19 @@ class Evidence:
         """What each metric says now."""
         return {name: self.failed.get(name) or self._found(name, self._outcome(name)) for name in self.names}
 
-    def outcome(self) -> Outcome:
-        """What all of them come to: failed by one; successful by all that can be expected to have answers."""
+    def outcome(self, scores: bool) -> Outcome:
+        """What all of them come to: failed by one; successful by all that can be expected to have answers.
+
+        Args:
+            scores: whether answers can be scored.
+        """
         found = self.findings()
         if self.failed:
             return "failed"
         said = {name for name, finding in found.items() if finding.outcome == "successful"}
         needed = {
             n for n in found
-            if (n not in RARE or self._enough(n)) and (n not in SCORED or (self._scores and self._rollout.sample))
+            if (n not in RARE or self._enough(n)) and (n not in SCORED or (scores and self._rollout.sample))
         }  # fmt: skip
         return "successful" if needed <= said else "inconclusive"
 
