@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 MADE = "<!-- Made by scripts/docs_reference.py: change the code that it is read from. -->\n"
 BODIES = [
     "ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest", "BatchRequest",
-    "FeedbackRequest",
+    "FeedbackRequest", "RolloutRequest",
 ]  # fmt: skip
 Rows = list[tuple[str, ...]]
 
@@ -209,6 +209,7 @@ def settings_page() -> str:
     """The tables of the server's TOML file, and the environment."""
     from pydantic import BaseModel
 
+    from qbe.server.rollout.settings import Candidate, Rollout, RolloutLimits, Step
     from qbe.server.settings import Key, Settings, Tier
 
     parts = [MADE, "# Settings\n", "The file of `qbe serve --config`. Every table may be left out. The file is checked "
@@ -217,6 +218,11 @@ def settings_page() -> str:
     for name, field in Settings.model_fields.items():
         of = {"tiers": ("tiers.flex, tiers.default, tiers.priority", Tier), "keys": ("keys.NAME", Key)}
         tables.append(of.get(name, (name, field.annotation)))
+        if name == "rollout":
+            tables[-1:] = [
+                (name, Rollout), ("rollout.steps", Step), ("rollout.candidate", Candidate),
+                ("rollout.limits", RolloutLimits),
+            ]  # fmt: skip
     for name, of in tables:
         assert issubclass(of, BaseModel)
         said = attributes(of.__doc__)
@@ -233,6 +239,8 @@ def settings_page() -> str:
 def _type(annotation: Any) -> str:
     """A type as TOML's users say it."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "model_fields"):
+        return "table"
     if origin is Annotated:
         return _type(args[0])
     if origin is Literal:
@@ -252,6 +260,8 @@ def _given(tier: bool, required: bool, default: Any) -> str:
 def _toml(value: Any) -> str:
     if value is None:
         return "left out"
+    if hasattr(value, "model_fields"):
+        return "its defaults"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return f'"{value}"' if isinstance(value, str) else str(value).lower()

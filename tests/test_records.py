@@ -27,7 +27,7 @@ def test_a_record_comes_back_as_it_was_given(store: RecordStore) -> None:
 def test_every_field_is_a_column_in_the_order_that_files_have() -> None:
     assert sorted(FIELDS) == sorted(f.name for f in fields(Record))
     assert FIELDS[:5] == ("id", "time", "model", "policy", "tier")
-    assert FIELDS[-4:] == ("cached_weight_bits", "precision_misses", "state_bits", "quality")
+    assert FIELDS[-4:] == ("precision_misses", "state_bits", "quality", "arm")
     assert list(record().describe()) == list(FIELDS)
 
 

@@ -210,6 +210,9 @@ def test_bad_input_is_one_line(plain: Path, tmp_path: Path) -> None:
     assert "no-suite.toml" in refused("regress", *here, "--suite", str(tmp_path / "no-suite.toml"))
     assert "--tier 'slow'" in refused("regress", *here, "--tier", "slow")
     assert "--bits is 20" in refused("regress", *here, "--bits", "20")
+    canary = tmp_path / "canary.toml"
+    canary.write_text("[rollout]\nsteps = [{weight = 5, minutes = 1}]\n[rollout.candidate]\nkv_bits = 8\n")
+    assert "[rollout] would answer some" in refused("regress", *here, "--serve", str(canary))
     other = ("--baseline", str(plain), "--candidate", str(tmp_path / "nothing"), "-o", str(tmp_path / "out"))
     assert "nothing" in refused("regress", *other, "--suite", str(suite))
     url = ("--baseline", str(plain), "--candidate", "http://127.0.0.1:9", "-o", str(tmp_path / "out"))

@@ -92,7 +92,12 @@ def _candidate(where: str, suite: Suite, serve: Path | None, tier: str | None, b
     if serve is not None:
         if where.startswith(("http://", "https://")):
             raise QBEError("--serve is for a candidate that is served here: leave it out with an address")
-        load(serve)  # says what is wrong with it
+        rollout = load(serve).rollout  # which says what is wrong with it
+        if rollout is not None and rollout.candidate is not None:
+            raise QBEError(
+                f"--serve {serve}: [rollout] would answer some of the items otherwise: leave it out, or put what it "
+                "tries into the tiers' tables to judge that"
+            )
         settings = serve.read_text(encoding="utf-8")
     if tier is not None:
         if tier not in TIER_NAMES:

@@ -10,6 +10,7 @@ import typer
 
 from qbe.cli.console import err, print_json, say
 from qbe.cli.options import Json
+from qbe.errors import QBEError
 
 if TYPE_CHECKING:
     from qbe.releases.folder import Release, ReleaseFolder, State
@@ -51,12 +52,42 @@ def rollback(releases: Folder = DEFAULT, as_json: Json = False) -> None:
     _print(folder, switch(folder, err.is_terminal), as_json, switched=True)
 
 
-def releases(releases: Folder = DEFAULT, as_json: Json = False) -> None:
+def releases(
+    releases: Folder = DEFAULT,
+    manifest: Annotated[
+        str | None, typer.Option(help="print what shifts a fleet from stable to candidate: argo or kserve")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="settings with [rollout], whose steps and limits it has")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Show which models are stable, candidate and previous."""
     from qbe.releases.folder import ReleaseFolder
 
     folder = ReleaseFolder(releases)
+    if manifest is not None:
+        _manifest(folder.state(), manifest, config, as_json)
+        return
+    if config is not None:
+        raise QBEError("--config says what --manifest prints: give that, too")
     _print(folder, folder.state(), as_json, switched=False)
+
+
+def _manifest(state: State, kind: str, config: Path | None, as_json: bool) -> None:
+    import yaml
+
+    from qbe.releases.manifest import later_steps, manifests
+    from qbe.server.settings_file import load
+
+    if config is None:
+        raise QBEError("--manifest needs --config FILE, whose [rollout] has the steps and limits")
+    rollout = load(config).rollout
+    found = manifests(kind, rollout, state)
+    if as_json:
+        print_json({"apiVersion": "v1", "kind": "List", "items": found})
+    else:
+        print(yaml.safe_dump_all(found, sort_keys=False, width=1000), end="")
+    for line in later_steps(rollout) if rollout is not None and kind == "kserve" else ():
+        say(line, "dim")
 
 
 def _print(folder: ReleaseFolder, state: State, as_json: bool, switched: bool) -> None:

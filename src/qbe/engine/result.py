@@ -36,6 +36,7 @@ class Request:
         constraint: what the answer may be; it belongs to this request alone.
         priority: where it stands in line; without one requests come in the order in which they were made.
         cache_salt: whose cached prefixes it may find: those of requests with the same one.
+        arm: of a server's rollout, `stable` or `candidate`, for its record.
     """
 
     prompt: PromptInput
@@ -48,6 +49,7 @@ class Request:
     constraint: Constraint | None = None
     priority: Priority = FIRST_COME
     cache_salt: bytes = b""
+    arm: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", with_pictures(self.prompt))

@@ -116,7 +116,7 @@ class RunningRequest:
                 analysis_ms=result.analysis_ms, policy_ms=result.policy_ms, prefill_ms=result.prefill_ms,
                 decode_ms=result.decode_ms,
             ),
-            id=result.id, model=model, finish_reason=result.finish_reason, error=result.error,
+            id=result.id, model=model, finish_reason=result.finish_reason, error=result.error, arm=self.request.arm,
         )  # fmt: skip
 
     def _bytes_moved(self, result: Result) -> int:

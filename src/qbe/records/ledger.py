@@ -35,6 +35,7 @@ class LedgerEntry:
         tokens_by_bits: gear -> tokens computed at it.
         cost: in trillionths of the currency.
         joules, energy: what the answers took, and who says so: `nvml`, `rapl` or `model`; None in rows of version 1.
+        arm: of the server's rollout, `stable` or `candidate`; None without one, and in rows of versions 1 and 2.
     """
 
     id: str
@@ -55,6 +56,7 @@ class LedgerEntry:
     currency: str
     joules: float | None = None
     energy: str | None = None
+    arm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Total:
 COLUMNS = tuple(f.name for f in fields(LedgerEntry))
 _SCHEMA = Schema(
     application_id=APPLICATION_ID,
-    version=2,  # 1 lacks joules and energy
+    version=3,  # 1 lacks joules and energy, 2 arm
     table="entries",
     columns=COLUMNS,
     make=(

@@ -150,6 +150,7 @@ class Record(Query, Choice, Work, Difficulty, Times):
         quality: how far the answer was from the widest gear's (`qbe.engine.sampling.answer_scoring.AnswerScore`): `kl`
             (nats a token), `top1`, `flip_margin` (nats), of so many `tokens` from the `first` on, against
             `reference_bits`; None where it was not scored, and in older files. It is written after the rest.
+        arm: of a server's rollout, `stable` or `candidate`; None without one, and in older files.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -158,6 +159,7 @@ class Record(Query, Choice, Work, Difficulty, Times):
     finish_reason: str
     error: str | None = None
     quality: Mapping[str, Any] | None = None
+    arm: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""
@@ -208,7 +210,7 @@ FIELDS = (
     "entropies", "analysis_ms", "policy_ms", "prefill_ms", "decode_ms", "error", "kv_error", "pages_read",
     "pages_raised", "host_bytes", "cluster", "cache", "margins", "refreshes", "drafted_tokens", "accepted_tokens",
     "first_kv_bits", "read_weight_bits", "asked_weight_bits", "cached_tokens", "cached_weight_bits",
-    "precision_misses", "state_bits", "quality",
+    "precision_misses", "state_bits", "quality", "arm",
 )  # fmt: skip
 JSON_FIELDS = frozenset(
     {

@@ -20,9 +20,9 @@ from qbe.records.database import Database, Schema
 from qbe.records.expert_use import ServedUse
 from qbe.records.record import FIELDS, Quality, Record
 
-SCHEMA_VERSION = 10  # 1 lacks tokens_by_activation_bits and what bounded mode did, 2 cluster and cache, 3 margins,
+SCHEMA_VERSION = 11  # 1 lacks tokens_by_activation_bits and what bounded mode did, 2 cluster and cache, 3 margins,
 # refreshes and what was drafted, 4 first_kv_bits, 5 read_weight_bits, 6 what was asked and what was cached,
-# 7 precision_misses and the table of experts' use, 8 state_bits, 9 quality
+# 7 precision_misses and the table of experts' use, 8 state_bits, 9 quality, 10 arm
 PAUSE_S = 5.0  # after a failed `try_append`: a stuck disk or lock may cost the engine one wait in this time
 PAGE = 500  # rows read at once
 T = TypeVar("T")

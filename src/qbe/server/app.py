@@ -34,6 +34,7 @@ from qbe.server.health.feedback import FeedbackRequest
 from qbe.server.health.routes import FEEDBACK, add_health
 from qbe.server.observe import logs
 from qbe.server.responses.routes import add_responses
+from qbe.server.rollout.routes import ROLLOUT, RolloutRequest, add_rollout
 from qbe.server.service import Service
 from qbe.server.wire import dumps
 from qbe.version import __version__
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 _HUNG_UP = Response(status_code=499)
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest, "/v1/batches": BatchRequest, FEEDBACK: FeedbackRequest,
+    ROLLOUT: RolloutRequest,
     **{e.path: e.body for e in ENDPOINTS},
 }  # fmt: skip
 _ERRORS: Any = {
@@ -158,6 +160,7 @@ def _add_routes(app: FastAPI) -> None:
     add_responses(app, service_of, about)
     add_console(app, service_of, bearer)
     add_health(app, service_of, about)
+    add_rollout(app, service_of, about)
 
 
 def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:

@@ -154,6 +154,7 @@ class Account:
             weight_bits=bits_sum / total if total else self.bits, kv_bits=kv_sum / total if total else self._kv_bits,
             tokens_by_bits={bits: spread[bits] for bits in sorted(spread) if spread[bits]}, cost=self.cost,
             currency=self.asked.terms.prices.currency, joules=self.joules, energy=self.energy or MODEL,
+            arm=None if self.asked.terms.arm is None else self.asked.terms.arm.name,
         )  # fmt: skip
 
 

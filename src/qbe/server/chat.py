@@ -15,7 +15,7 @@ from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.job import Delta
 from qbe.server.keys import Client
 from qbe.server.protocol import ChatRequest
-from qbe.server.requests import Answer, Frame, check_model, check_stream, ignored, sampling, variables
+from qbe.server.requests import Answer, Frame, check_model, check_stream, ignored, sampling, terms, variables
 from qbe.server.service import Service
 from qbe.server.structure import Structure, of_format, of_tools
 from qbe.server.wire import DONE, event
@@ -57,7 +57,7 @@ async def submit(body: ChatRequest, client: Client, service: Service, prefix: st
             params=sampling(body, asked or service.settings.limits.answer_tokens,
                             (body.top_logprobs or 0) if body.logprobs else None),
             n=body.n or 1,
-            terms=service.terms(client, body.service_tier, body.qbe),
+            terms=terms(body, client, service),
             tools=prompt.tools,
             structure=wanted,
             variables=prompt.variables,

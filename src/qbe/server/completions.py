@@ -13,7 +13,7 @@ from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.job import Delta
 from qbe.server.keys import Client
 from qbe.server.protocol import CompletionRequest
-from qbe.server.requests import Answer, Frame, check_model, check_stream, ignored, sampling
+from qbe.server.requests import Answer, Frame, check_model, check_stream, ignored, sampling, terms
 from qbe.server.service import Service
 from qbe.server.structure import of_format
 from qbe.server.token_text import TextOffset
@@ -40,7 +40,7 @@ async def _submit(body: CompletionRequest, client: Client, service: Service) -> 
             prompts=_prompts(body),
             params=sampling(body, tokens, body.logprobs, body.logprobs if body.echo else None),
             n=body.n or 1,
-            terms=service.terms(client, body.service_tier, body.qbe),
+            terms=terms(body, client, service),
             structure=wanted,
             ignored=ignored(body),
             stream=bool(body.stream),

@@ -12,6 +12,8 @@ from qbe.server.energy.tier_bits import tier_bits
 from qbe.server.errors import APIError
 from qbe.server.pricing import Pricing
 from qbe.server.protocol import Contract
+from qbe.server.rollout.arms import Arm
+from qbe.server.rollout.settings import Candidate
 from qbe.server.settings import Prices, Settings, Tier, TierName
 from qbe.server.speed import Speed
 
@@ -28,6 +30,9 @@ class Terms:
         contract: what it asked for itself.
         within: the tier's range among which the query's score chooses, beside the answers that are inside; None: what
             the pressure makes of it.
+        arm: of the rollout that it takes part in; None: in none.
+        candidate: what it has where it does not say itself, in the candidate's arm.
+        stable: what it would have in the stable arm, there.
     """
 
     tier: TierName
@@ -37,6 +42,9 @@ class Terms:
     contract: Contract
     raised: float = 0.0
     within: tuple[float, float] | None = None
+    arm: Arm | None = None
+    candidate: Candidate | None = None
+    stable: Terms | None = None
 
     @property
     def tier_range(self) -> tuple[float, float]:
@@ -45,8 +53,20 @@ class Terms:
 
     @property
     def bounded(self) -> bool:
-        """Whether it bounds its bits itself."""
-        return any(bits is not None for bits in (self.contract.bits, self.contract.min_bits, self.contract.max_bits))
+        """Whether its bits are bounded by itself, or by what is tried, which the order of the tiers does not bind."""
+        own = (self.contract.bits, self.contract.min_bits, self.contract.max_bits)
+        return any(bits is not None for bits in own) or (self.candidate is not None and self.candidate.bits is not None)
+
+    @property
+    def policy(self) -> str | None:
+        """Which chooses its bits; None: the engine's."""
+        return self.contract.policy or (None if self.candidate is None else self.candidate.policy)
+
+    @property
+    def kv_bits(self) -> float | str | None:
+        """Of its cache; None: the policy's."""
+        tried = None if self.candidate is None else self.candidate.kv_bits
+        return tried if self.contract.kv_bits is None else self.contract.kv_bits
 
     @property
     def pricing(self) -> Pricing:
@@ -113,7 +133,7 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
         )  # fmt: skip
     rest: dict[str, Any] = {
         "tier": given.tier, "activation_bits": c.activation_bits or given.tier_settings.activation_bits,
-        "high_precision_tokens": c.high_precision_tokens, "kv_bits": c.kv_bits, "kv_error": c.kv_error,
+        "high_precision_tokens": c.high_precision_tokens, "kv_bits": given.kv_bits, "kv_error": c.kv_error,
         "state_bits": c.state_bits, "cascade": c.cascade, "best_effort": c.best_effort,
     }  # fmt: skip
     if c.bits is not None:
@@ -130,7 +150,7 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
 
 
 def check(settings: Settings, lowest: float) -> None:
-    """Raises QBEError for tiers that the model cannot be served at."""
+    """Raises QBEError for tiers and a candidate that the model cannot be served at."""
     for name in ("flex", "default", "priority"):
         tier: Tier = getattr(settings.tiers, name)
         least = tier.bits[0] if tier.floor is None else tier.floor
@@ -138,6 +158,17 @@ def check(settings: Settings, lowest: float) -> None:
             raise QBEError(
                 f"tiers.{name} goes down to {least:g} bits, but this model's lowest average is {lowest:.2f}: raise it"
             )
+    candidate = None if settings.rollout is None else settings.rollout.candidate
+    if candidate is None:
+        return
+    if candidate.bits is not None and candidate.bits[0] < lowest:
+        raise QBEError(
+            f"rollout.candidate.bits goes down to {candidate.bits[0]:g}, but this model's lowest average is "
+            f"{lowest:.2f}: raise it"
+        )
+    if candidate.policy is not None and candidate.policy.partition(":")[0] not in policies.available():
+        known = ", ".join(policies.available())
+        raise QBEError(f"rollout.candidate.policy: unknown policy '{candidate.policy}': choose one of {known}")
 
 
 def _contradiction(name: str, problem: str) -> APIError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -66,7 +67,8 @@ class Guard:
             self._check(scope, headers, settings)
             traces.remember_parent(headers)
             if scope["path"].startswith("/v1/"):
-                state["client"] = client_of(headers, settings)
+                address = (scope.get("client") or ("", 0))[0]
+                state["client"] = replace(client_of(headers, settings), address=address)
             if scope["method"] == "POST" and scope["path"] in self._bodies.kinds:
                 self._rates().check(state["client"])
                 receive = await self._body(scope, headers, receive, settings)

@@ -19,12 +19,14 @@ class Client:
     Attributes:
         line: of a batch, which is the id of its answer; empty where somebody waits for that.
         window_s: seconds that the batch has left.
+        address: that the request came from; empty for a batch.
     """
 
     name: str
     key: Key | None
     line: str = ""
     window_s: float = 0.0
+    address: str = ""
 
     @property
     def cache_salt(self) -> bytes:

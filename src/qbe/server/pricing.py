@@ -98,6 +98,7 @@ def usage(
             "state_bits": min(r.blueprint.least_state_bits for r in results),
             "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
             "policy": firsts[0].blueprint.policy,
+            **({} if given.arm is None else {"arm": given.arm.name}),
             "brownout": given.brownout,
             "raised": given.raised,
             "energy": {"joules": round(joules, 6), "source": source},

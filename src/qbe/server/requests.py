@@ -8,9 +8,12 @@ from typing import Any
 
 from qbe.engine.sampling.constraint import Closing
 from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.server import contract
+from qbe.server.contract import Terms
 from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.exchange import Exchange
+from qbe.server.keys import Client
 from qbe.server.pricing import usage
 from qbe.server.protocol import ChatRequest, Common, StreamOptions
 from qbe.server.service import Service
@@ -30,6 +33,13 @@ def check_model(body: Common, service: Service) -> None:
     if body.model is not None and body.model not in service.names:
         raise APIError(404, f"there is no model '{body.model[:200]}' here, only '{service.names[0]}'", param="model",
                        code="model_not_found")  # fmt: skip
+
+
+def terms(body: Common, client: Client, service: Service) -> Terms:
+    """What a request is served on, by its arm where a rollout runs. Raises APIError."""
+    tier, observer = client.tier(body.service_tier or "auto"), service.observer
+    found = contract.terms(tier, body.qbe, service.settings, service.brownout(tier), observer.governor.shift)
+    return observer.rollout.assign(found, client, body.prompt_cache_key)
 
 
 def check_stream(body: Common) -> StreamOptions:

@@ -20,7 +20,6 @@ from qbe.server import contract
 from qbe.server.admission import Admission
 from qbe.server.billing import Account, Billing
 from qbe.server.choose import choose
-from qbe.server.contract import Terms
 from qbe.server.errors import APIError
 from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.grammar import Grammars
@@ -69,7 +68,7 @@ class Service:
     ) -> None:  # fmt: skip
         self._watched, self.names, self._failed = watched, [name], failed
         self.created, self.speed = int(time.time()), Speed()
-        self.observer = Observer(name, lambda: self.settings, traces)
+        self.observer = Observer(name, lambda: self.settings, traces, ledger.path)
         self.metrics = self.observer.metrics
         self.broken = self.stopping = False
         self._prepare = Preparing()
@@ -216,11 +215,6 @@ class Service:
         """How far a tier with a floor has sunk; the cheapest sinks furthest."""
         return 0.0 if self._admission is None else self._admission.brownout(self.settings.limits, tier)
 
-    def terms(self, client: Client, tier: str | None, wanted: contract.Contract | None) -> Terms:
-        """Raises APIError."""
-        given = client.tier(tier or "auto")
-        return contract.terms(given, wanted, self.settings, self.brownout(given), self.observer.governor.shift)
-
     async def scrape(self) -> bytes:
         """What `/metrics` shows."""
         load = await self._worker.load(2.0) if self.ready else None
@@ -302,7 +296,7 @@ class Service:
             async with asyncio.timeout_at(exchange.ends_at) as exchange.preparing:
                 prompt = await self._prepare.read_pictures(self.engine(), prompt)
                 about = asked, prompt, self._lowest, self.speed, self.observer.health
-                request, choice = await self._prepare.run(choose, self.engine(), *about)
+                request, choice, served = await self._prepare.run(choose, self.engine(), *about)
         except TimeoutError:
             exchange.late = exchange.late if exchange.late == "shutdown" else "timeout"
             raise exchange.unbegun from None
@@ -310,6 +304,9 @@ class Service:
             raise asked.refused(error) from error
         finally:
             exchange.preparing = None
+        if served is not asked:
+            self.observer.fell_back(asked.terms)
+            asked = exchange.asked = served
         assert self._admission is not None
         assert self._queues is not None
         others = self._admission.inside - asked.n * len(asked.prompts)

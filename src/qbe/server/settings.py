@@ -11,6 +11,7 @@ from qbe.records.ledger import UNIT
 from qbe.refresh.thresholds import RUN, WINDOW
 from qbe.server.energy import intensity
 from qbe.server.health.settings import Health
+from qbe.server.rollout.settings import Rollout, check_ceilings
 from qbe.server.settings_table import SettingsTable
 from qbe.sites import FULL_BITS
 
@@ -315,6 +316,7 @@ class Settings(SettingsTable):
     refresh: Refresh = Refresh()
     energy: Energy = Energy()
     health: Health = Health()
+    rollout: Rollout | None = None
     http: Http = Http()
     batches: Batches = Batches()
     keys: dict[str, Key] = Field(default_factory=dict)
@@ -323,6 +325,11 @@ class Settings(SettingsTable):
     def _distinct(self) -> Self:
         if len({k.sha256 for k in self.keys.values()}) < len(self.keys):
             raise ValueError("keys: two of them have the same sha256")
+        return self
+
+    @model_validator(mode="after")
+    def _candidate(self) -> Self:
+        check_ceilings(self.rollout, self.tiers)
         return self
 
     @model_validator(mode="after")

@@ -84,7 +84,8 @@ function showRequests(now) {
     fillStrip(strip, one.strip, one.average_weight_bits);
     return element("tr", RUNNING.includes(one.state) ? "" : "over", id, ...(keys ? [cell(one.key, "")] : []), dotted("td", one.tier),
       element("td", "", strip), cell(bits(one.average_weight_bits)), cell(count(one.prompt_tokens)), cell(count(one.tokens)),
-      cell(seconds(one.seconds)), cell(RUNNING.includes(one.state) ? "–" : money(one.cost, one.currency)), cell(one.state, ""));
+      cell(seconds(one.seconds)), cell(RUNNING.includes(one.state) ? "–" : money(one.cost, one.currency)),
+      cell(one.arm === "candidate" ? `${one.state}, candidate` : one.state, ""));
   });
   $("requests").tBodies[0].replaceChildren(...rows);
 }

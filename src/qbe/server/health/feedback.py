@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from qbe.server.errors import APIError
 from qbe.server.keys import Client
+from qbe.server.rollout.arms import Arm
 
 KEPT = 4096  # requests that can be told of
 
@@ -45,6 +46,7 @@ class Told:
     Attributes:
         key: name of the client's.
         epoch: of the ladder when it began.
+        arm: of a rollout.
         told: whether it has been.
     """
 
@@ -54,6 +56,7 @@ class Told:
     cost: float
     currency: str
     epoch: int
+    arm: Arm | None = None
     told: bool = False
 
 

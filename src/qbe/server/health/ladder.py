@@ -3,6 +3,9 @@
 A detector that trips takes its action, or the next rung above where that is taken already. Then all windows begin anew,
 so that only answers that were served under the action can be cause for the next one. After `hold_s` without cause the
 highest rung is given back. Who has to take it again soon holds it twice as long.
+
+While a candidate is tried (`qbe.server.rollout`) it is the first suspect: whatever trips aborts it, before any rung is
+taken.
 """
 
 from __future__ import annotations
@@ -44,16 +47,20 @@ class Ladder:
     Args:
         settings: those in use now.
         clock: seconds.
+        arm: whether a candidate answers anything now.
 
     Attributes:
         taken: the actions in force, each with its cause.
         tripped: detectors beyond their thresholds.
         exhausted: whether the highest rung is taken and something still trips.
-        epoch: how often `taken` has changed; answers that began in another one tell nothing of this one.
+        epoch: how often `taken` or the arms have changed; answers that began in another one tell nothing of this one.
     """
 
-    def __init__(self, settings: Callable[[], Health], clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings, self._clock = settings, clock
+    def __init__(
+        self, settings: Callable[[], Health], clock: Callable[[], float] = time.monotonic,
+        arm: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._settings, self._clock, self._arm = settings, clock, arm
         self.taken: Mapping[Action, DetectorName] = {}
         self.tripped: frozenset[DetectorName] = frozenset()
         self.exhausted, self.epoch = False, 0
@@ -70,6 +77,9 @@ class Ladder:
         causes = [name for name in DETECTORS if name in self.tripped and DETECTORS[name].action is not None]
         if causes:
             self._quiet = now
+            if self._arm():
+                self.begin_anew()
+                return Change("arm_aborted", True, causes[0], readings[causes[0]].value)
             found = [(self._next(name), name) for name in causes]
             cause = next(((action, name) for action, name in found if action is not None), None)
             self.exhausted = cause is None
@@ -114,5 +124,10 @@ class Ladder:
         return Change(action, False, cause)
 
     def _change(self, taken: Mapping[Action, DetectorName]) -> None:
-        self.taken, self.tripped = taken, frozenset()
+        self.taken = taken
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Answers are served otherwise from now on: those that run tell nothing of it."""
+        self.tripped = frozenset()
         self.epoch += 1

@@ -74,15 +74,21 @@ class HealthMetrics:
         """A step of scoring took so long."""
         self._seconds.labels(self._model).inc(seconds)
 
-    def looked(self, readings: Mapping[DetectorName, Reading], ladder: Ladder, change: Change | None) -> None:
-        """The detectors say this, and the ladder has done that."""
+    def looked(
+        self, readings: Mapping[DetectorName, Reading], ladder: Ladder, change: Change | None, aborted: bool
+    ) -> None:
+        """The detectors say this, and the ladder has done that.
+
+        Args:
+            aborted: whether a candidate is off.
+        """
         name = self._model
         for detector in DETECTORS:
             value = readings[detector].value if detector in readings else None  # else it is off
             self._value.labels(name, detector).set(float("nan") if value is None else value)
             self._tripped.labels(name, detector).set(detector in ladder.tripped)
         for action in LADDER:
-            self._action.labels(name, action).set(action in ladder.taken)
+            self._action.labels(name, action).set(aborted if action == "arm_aborted" else action in ladder.taken)
         self._exhausted.labels(name).set(ladder.exhausted)
         if change is not None and change.taken:
             self._actions.labels(name, change.action, change.cause).inc()

@@ -22,10 +22,12 @@ from qbe.server.health.loops import ends_in_loop
 from qbe.server.health.metrics import HealthMetrics
 from qbe.server.health.scorer import IdleScorer, ScoredAnswer
 from qbe.server.health.settings import Health
-from qbe.server.health.syndromes import DETECTORS, LADDER
+from qbe.server.health.syndromes import DETECTORS, LADDER, Action
 from qbe.server.job import Job
 from qbe.server.keys import Client
 from qbe.server.protocol import Contract
+from qbe.server.rollout.controller import RolloutController
+from qbe.server.rollout.settings import MetricName
 from qbe.server.settings import TIER_NAMES, Settings
 from qbe.sites import FULL_BITS
 from qbe.store import calibration_set
@@ -47,19 +49,29 @@ class HealthMonitor:
     Args:
         settings: those in use now.
         metrics: are told of all.
+        rollout: whose candidate is aborted before anything else is done, and which is told what its arms show.
 
     Attributes:
         ladder: what is in force.
         scorer: of answers; the engine's thread runs it.
     """
 
-    def __init__(self, settings: Callable[[], Settings], metrics: HealthMetrics) -> None:
-        self._all, self._metrics = settings, metrics
-        self.ladder, self._detectors = Ladder(self._settings), Detectors(self._settings)
-        self.scorer, self._answered = IdleScorer(self._settings, self), Answered()
+    def __init__(
+        self, settings: Callable[[], Settings], metrics: HealthMetrics, rollout: RolloutController
+    ) -> None:  # fmt: skip
+        self._all, self._metrics, self._rollout, self._aborts = settings, metrics, rollout, 0
+        self.ladder = Ladder(self._settings, arm=lambda: rollout.weight > 0)
+        self._detectors, self._answered = Detectors(self._settings), Answered()
+        self.scorer = IdleScorer(self._settings, self, self._share)
 
     def _settings(self) -> Health:
         return self._all().health
+
+    def _share(self, job: Job) -> float:
+        """Of answers like this one that are scored."""
+        arm = None if job.account is None else job.account.asked.terms.arm
+        tried = arm is not None and arm.name == "candidate"
+        return max(self._settings().sample, self._rollout.sample if tried else 0.0)
 
     def _floor(self) -> float:
         """Average bits that a raised floor gives."""
@@ -88,24 +100,47 @@ class HealthMonitor:
         now = self.ladder.epoch
         for job in exchange.jobs:
             for number, result in enumerate(job.results):
-                if result is not None and result.finish_reason != "cancelled" and job.epoch == now:
-                    self._detectors.answer(_facts(job, number, result))
+                if result is not None and result.finish_reason != "cancelled":
+                    facts = _facts(job, number, result)
+                    self._compare(exchange, facts, result)
+                    if job.epoch == now:
+                        self._detectors.answer(facts)
         self._answered.add(
             exchange.id,
             Told(exchange.asked.client.name, report.tier, exchange.asked.structure is not None, report.cost,
-                 report.currency, exchange.jobs[0].epoch),
+                 report.currency, exchange.jobs[0].epoch, exchange.asked.terms.arm),
         )  # fmt: skip
+
+    def _compare(self, exchange: Exchange, facts: AnswerFacts, result: Result) -> None:
+        """Tell the rollout what an answer of one of its arms shows."""
+        if (arm := exchange.asked.terms.arm) is None:
+            return
+        values: dict[MetricName, float] = {"errors": facts.failed, "loops": facts.loops}
+        if facts.rejected is not None:
+            values["malformed"] = facts.rejected
+        between = result.decode_ms / 1e3 / (len(result.token_ids) - 1) if len(result.token_ids) > 1 else None
+        if between is not None:
+            values["itl"] = between
+        self._rollout.metrics.answer(arm, result.finish_reason, result.average_weight_bits, between)
+        self._rollout.saw(arm, values)
 
     def feedback(self, client: Client, body: FeedbackRequest) -> None:
         """A client tells of an answer. Raises APIError."""
         told = self._answered.tell(client, body)
         self._metrics.rated(told.tier, body.failed, body.retries, told.cost, told.currency)
+        if body.failed is not None:
+            self._rollout.saw(told.arm, {"failures": body.failed})
         if told.epoch == self.ladder.epoch:
             self._detectors.rated(Rating(body.failed, told.structured, body.retries, told.cost, told.key))
 
     def on_scored(self, answer: ScoredAnswer) -> None:
         """As `Listener`."""
         self._metrics.scored(answer)
+        if answer.arm is not None:
+            score, margin = answer.score, answer.score.flip_margin
+            values: dict[MetricName, float] = {"live_kl": score.kl, "top1_agreement": score.top1}
+            self._rollout.metrics.scored(answer.arm, score.kl)
+            self._rollout.saw(answer.arm, values if margin is None else {**values, "flip_margin": margin})
         if answer.epoch == self.ladder.epoch:
             self._detectors.scored(answer)
 
@@ -123,6 +158,10 @@ class HealthMonitor:
 
     def look(self) -> None:
         """About once a second: what follows from what was seen."""
+        if self._rollout.aborts != self._aborts:  # what the candidate did is no cause for more
+            self._aborts = self._rollout.aborts
+            self.ladder.begin_anew()
+            self._detectors.clear()
         before, readings = self.ladder.tripped, self._detectors.readings()
         change = self.ladder.look(readings)
         for name in sorted(self.ladder.tripped - before):
@@ -131,18 +170,23 @@ class HealthMonitor:
                     "health: %s is %.4g, beyond %g", name, readings[name].value, getattr(self._settings(), name)
                 )
         if change is not None:
+            if change.action == "arm_aborted":
+                limit = getattr(self._settings(), change.cause)
+                self._rollout.abort(f"health's {change.cause} is {change.value:.4g}; limit {limit:g}", change.cause)
+                self._aborts = self._rollout.aborts
             self._detectors.clear()
             _say(change, self._settings())
-        self._metrics.looked(readings, self.ladder, change)
+        self._rollout.held, self._rollout.scores = bool(self.ladder.taken), self.scorer.why_not is None
+        self._metrics.looked(readings, self.ladder, change, bool(self._rollout.aborted))
 
     def describe(self) -> dict[str, Any]:
         """As JSON: what each detector says, and which actions are in force."""
         settings, readings = self._settings(), self._detectors.readings()
         return {
             "actions": [
-                {"action": action, "in_force": action in self.ladder.taken, "cause": self.ladder.taken.get(action),
-                 "what": rung.what}
+                {"action": action, "in_force": in_force, "cause": self._cause(action), "what": rung.what}
                 for action, rung in LADDER.items()
+                for in_force in [self._cause(action) is not None]
             ],
             "exhausted": self.ladder.exhausted,
             "scoring": {"sample": settings.sample, "why_not": self.scorer.why_not},
@@ -152,6 +196,10 @@ class HealthMonitor:
                 for name, reading in readings.items()
             },
         }  # fmt: skip
+
+    def _cause(self, action: Action) -> str | None:
+        """Of an action in force; None: it is not."""
+        return self._rollout.aborted or None if action == "arm_aborted" else self.ladder.taken.get(action)
 
 
 def _facts(job: Job, number: int, result: Result) -> AnswerFacts:

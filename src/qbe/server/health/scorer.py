@@ -17,6 +17,7 @@ from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.server.health.settings import Health
 from qbe.server.job import Job
+from qbe.server.rollout.arms import Arm
 from qbe.store.calibration_text import built_in
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class ScoredAnswer:
         context: tokens of its prompt.
         parity: of a greedy answer with draft tokens, how many of its scored tokens are not what its own bits find
             likeliest; None for others.
+        arm: of a rollout.
     """
 
     id: str
@@ -47,6 +49,7 @@ class ScoredAnswer:
     context: int
     parity: int | None
     score: AnswerScore
+    arm: Arm | None = None
 
 
 class Listener(Protocol):
@@ -78,13 +81,16 @@ class IdleScorer:
     Args:
         settings: those in use now.
         listener: is told.
+        share: of answers like this job's that are scored.
 
     Attributes:
         why_not: why nothing is scored at all; None: it is.
     """
 
-    def __init__(self, settings: Callable[[], Health], listener: Listener) -> None:
-        self._settings, self._listener = settings, listener
+    def __init__(
+        self, settings: Callable[[], Health], listener: Listener, share: Callable[[Job], float]
+    ) -> None:  # fmt: skip
+        self._settings, self._listener, self._share = settings, listener, share
         self._waiting: deque[_Kept] = deque()
         self._kept: _Kept | None = None  # that is scored now
         self._running: AnswerScoring | CalibrationInputs | None = None
@@ -105,7 +111,7 @@ class IdleScorer:
 
     def offer(self, job: Job, served: Sequence, result: Result) -> None:
         """An answer has ended."""
-        drawn = int(result.id[:8], 16) / 2**32 < self._settings().sample  # ids are random
+        drawn = int(result.id[:8], 16) / 2**32 < self._share(job)  # ids are random
         ended = result.finish_reason in ("stop", "length") and bool(result.token_ids)
         if not drawn or not ended or self.why_not is not None:
             return
@@ -171,7 +177,7 @@ def _scored(kept: _Kept, score: AnswerScore) -> ScoredAnswer:
     return ScoredAnswer(
         id=result.id, tier=kept.job.requests[0].budget.tier if account is None else account.asked.terms.tier,
         prompt_class=result.profile.prompt_class, epoch=kept.job.epoch, context=result.prompt_tokens,
-        parity=_parity(kept, score), score=score,
+        parity=_parity(kept, score), score=score, arm=None if account is None else account.asked.terms.arm,
     )  # fmt: skip
 
 

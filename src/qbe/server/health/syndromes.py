@@ -11,7 +11,7 @@ from typing import Literal
 
 from qbe.server.health.settings import DetectorName
 
-Action = Literal["speculation_off", "kv_16_bits", "floor_up", "widest_gear"]
+Action = Literal["arm_aborted", "speculation_off", "kv_16_bits", "floor_up", "widest_gear"]
 Source = Literal["every answer", "scored answers", "feedback", "prompts"]
 
 
@@ -32,6 +32,11 @@ class Rung:
 
 
 LADDER: dict[Action, Rung] = {
+    "arm_aborted": Rung(
+        "no request goes to the rollout's candidate any more", "QBEArmAborted",
+        "the candidate is worse than the stable arm, or a detector tripped while it was tried",
+        "see in `GET /v1/qbe/rollout` which metric it was; try another candidate, or resume by `POST /v1/qbe/rollout`",
+    ),
     "speculation_off": Rung(
         "requests run without draft tokens", "QBESpeculationOff",
         "draft tokens are mostly wrong, or changed what greedy answers say",
@@ -57,7 +62,8 @@ LADDER: dict[Action, Rung] = {
 }  # fmt: skip
 """From the lowest rung to the highest."""
 
-RUNGS: tuple[Action, ...] = tuple(LADDER)
+RUNGS: tuple[Action, ...] = tuple(LADDER)[1:]
+"""Those that are held for a while. A candidate, while there is one, is aborted first, and stays so."""
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ class LiveView:
             "tokens": sum(sum(a.written) for a in accounts), "average_weight_bits": round(accounts[0].bits, 3),
             "cost": sum(a.cost for a in accounts) / UNIT, "currency": exchange.asked.terms.prices.currency,
             "strip": self._strip(chosen.blueprint, chosen.table),
+            "arm": None if exchange.asked.terms.arm is None else exchange.asked.terms.arm.name,
         }  # fmt: skip
 
     def _strip(self, blueprint: Blueprint, table: SiteTable) -> list[tuple[float, str]]:

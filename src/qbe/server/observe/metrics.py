@@ -12,6 +12,7 @@ from qbe.server.contract import Terms
 from qbe.server.health.metrics import HealthMetrics
 from qbe.server.observe.report import RequestReport
 from qbe.server.observe.steps import Step
+from qbe.server.rollout.metrics import RolloutMetrics
 from qbe.server.worker import Load
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -99,6 +100,7 @@ class Metrics:
             ["model_name"], registry=self.registry,
         )  # fmt: skip
         self.health = HealthMetrics(self.registry, model)
+        self.rollout = RolloutMetrics(self.registry, model)
         self.refused = counter("qbe:requests_refused", "requests that got an error", "status", "code")
 
     def took(self, memory: Memory) -> None:

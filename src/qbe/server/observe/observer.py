@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbe.engine.engine import Engine
@@ -20,10 +22,12 @@ from qbe.server.observe.metrics import Metrics
 from qbe.server.observe.report import report
 from qbe.server.observe.steps import StepObserver
 from qbe.server.observe.traces import Traces
+from qbe.server.rollout.controller import RolloutController
 from qbe.server.settings import Settings
 from qbe.store.expert_use import moved, stored_use, top_tenth
 
 if TYPE_CHECKING:
+    from qbe.server.contract import Terms
     from qbe.server.exchange import EngineRequest, Exchange
 
 log = logging.getLogger(__name__)
@@ -36,13 +40,17 @@ class Observer:
         model: its name.
         settings: those in use now.
         traces: told of every request.
+        ledger: the file that a rollout's state lies beside.
     """
 
-    def __init__(self, model: str, settings: Callable[[], Settings], traces: Traces | None) -> None:
+    def __init__(
+        self, model: str, settings: Callable[[], Settings], traces: Traces | None, ledger: Path
+    ) -> None:  # fmt: skip
         self.metrics, self.live = Metrics(model), LiveView()
         self._model, self._settings, self._traces = model, settings, traces
         self.governor = Governor(lambda: settings().energy)
-        self.health = HealthMonitor(settings, self.metrics.health)
+        self.rollout = RolloutController(lambda: settings().rollout, ledger, self.metrics.rollout)
+        self.health = HealthMonitor(settings, self.metrics.health, self.rollout)
         self.settings_refused: str | None = None
         self._steps: StepObserver | None = None
         self._spending: Spending | None = None
@@ -74,6 +82,7 @@ class Observer:
         """About once a second: keep within the energy's budget, and look after the answers. False: a look that goes
         well is no news."""
         self.health.look()
+        await asyncio.to_thread(self.rollout.look)  # which may write
         await self.governor.look(self._spending)
         return False
 
@@ -126,14 +135,23 @@ class Observer:
         reported = report(exchange, self._model)
         self.metrics.request(reported)
         self.health.request(exchange, reported)
+        if (arm := exchange.asked.terms.arm) is not None and reported.first_s is not None:
+            self.metrics.rollout.first(arm, reported.first_s)
+            self.rollout.saw(arm, {"ttft": reported.first_s})
         self.live.ended(exchange, ",".join(reported.finish))
         told = reported.describe() | {"request_id": exchange.request_id}
         logs.say("request", told | (_texts(exchange) if self._settings().logs.prompts else {}))
         if self._traces is not None:
             self._traces.request(reported)
 
+    def fell_back(self, terms: Terms) -> None:
+        """A request could not be served by the candidate (these terms), and is by the stable arm."""
+        self.metrics.rollout.fell_back()
+        self.rollout.saw(terms.arm, {"errors": 1.0})
+
     def close(self, seconds: float) -> None:
         """Tell what is not told yet, for so long at most."""
+        self.rollout.close()
         if self._traces is not None:
             self._traces.close(seconds)
 

@@ -29,12 +29,27 @@ def overview(
             f"Answers got worse ({cause}), so {LADDER[action].what}."
             for action, cause in observer.health.ladder.taken.items()
         ),
+        *_rollout(observer.rollout.describe()),
     ]
     return {
         "brownout": max(sunk.values()), "currency": settings.prices.currency, "energy": observer.energy,
         "key": about(client, settings), "warnings": wrong if client.oversees else [],
         **observer.live.describe(client),
     }  # fmt: skip
+
+
+def _rollout(found: Mapping[str, Any] | None) -> list[str]:
+    """How the canary stands, in a sentence, where somebody should look at it."""
+    if found is None:
+        return []
+    step = f"step {found['step'] + 1} of {len(found['steps'])}, {found['weight']:g} %"
+    said = {
+        "aborted": f"The candidate was aborted and gets no requests: {found['cause']}.",
+        "inconclusive": f"The candidate stays at {step}, because its answers do not show yet whether it is good.",
+        "paused": f"The rollout is paused at {step}.",
+        "successful": "The candidate answers everything: move it into the settings, and take [rollout] out.",
+    }
+    return [said[found["phase"]]] if found["phase"] in said else []
 
 
 def about(client: Client, settings: Settings) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class RequestReport:
         joules, energy: what it took, and who says so.
         error: a word for programs, when it failed.
         cache: what the blueprint cache did for its prompts.
+        arm: of the rollout that it took part in.
         parent: headers of the trace that it belongs to.
     """
 
@@ -62,6 +63,7 @@ class RequestReport:
     finish: tuple[str, ...]
     error: str | None
     cache: tuple[str, ...]
+    arm: str | None
     parent: Mapping[str, str]
 
     def describe(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class RequestReport:
             "tokens_by_bits": {str(b): n for b, n in sorted(self.tokens_by_bits.items())},
             "cost": round(self.cost, 12), "currency": self.currency, "joules": round(self.joules, 6),
             "energy": self.energy, "brownout": self.brownout,
-            "finish": ",".join(self.finish), "error": self.error,
+            "finish": ",".join(self.finish), "error": self.error, "arm": self.arm,
         }  # fmt: skip
 
 
@@ -113,5 +115,6 @@ def report(exchange: Exchange, model: str) -> RequestReport:
         currency=asked.terms.prices.currency, joules=sum(a.joules for a in accounts),
         energy=entries[0].energy or "", brownout=asked.terms.brownout, finish=finish,
         error="engine_error" if "error" in finish else _ERRORS.get(exchange.late),
-        cache=tuple(c.cache for c in chosen if c.cache is not None), parent=exchange.parent,
+        cache=tuple(c.cache for c in chosen if c.cache is not None),
+        arm=None if asked.terms.arm is None else asked.terms.arm.name, parent=exchange.parent,
     )  # fmt: skip
