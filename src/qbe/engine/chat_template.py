@@ -47,7 +47,9 @@ class ChatTemplate:
         )
         self.forms["system"] = self._form(lambda c: [{"role": "system", "content": c}, *self._first])
         answered = [*self._first, *self._shaped([{"role": "assistant", "content": "qbeanswer"}])]
-        self.later_system = self._form(lambda c: [*answered, {"role": "system", "content": c}, *self._first]) is not None
+        self.later_system = (
+            self._form(lambda c: [*answered, {"role": "system", "content": c}, *self._first]) is not None
+        )
         self.arguments = self._arguments()
         self.forms["tool"] = self._form(lambda c: self._called(c, _ARGUMENTS[self.arguments]))
         self.knows_tools = self._knows_tools()
