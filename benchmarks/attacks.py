@@ -4,9 +4,10 @@
 
 A server with two keys is started; while one client attacks it, another asks for the same answer again and again, and
 `/health` is asked ten times a second. The attackers, elsewhere other machines, are processes of this one: they have the
-lowest priority (nice 19), and the seconds of CPU time that they and the server take in all are printed. Held is: the
-other client's 99th percentile at most twice that without an attack, `/health` within 0.2 s, at most 256 MB more memory.
-Nothing leaves this machine, and each attack ends after `--seconds`.
+lowest priority (nice 19), and the seconds of CPU time that they and the server take in all are printed. Held is: all of
+the other client's requests are answered, its 99th percentile is at most twice that without an attack, `/health` answers
+within 0.2 s, and the memory of the server and its children is never more than 256 MB above that before. Where that does
+not hold, the exit code is 1. Nothing leaves this machine, and each attack ends after `--seconds`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import random
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +35,7 @@ from qbe.bench.serving import RunningServer, serving
 from qbe.server.keys import new_key
 
 P99, HEALTH_S, MEMORY_MB = 2.0, 0.2, 256
-CONNECTIONS = 300
+CONNECTIONS = 150  # of each attacker
 _MB = 1 << 20
 
 
@@ -103,7 +105,7 @@ def half_open(target: Target) -> None:
     """Connections that never send a whole request."""
     held: list[socket.socket] = []
     with suppress(OSError):
-        for number in range(CONNECTIONS // 4):
+        for number in range(CONNECTIONS):
             held.append(target.connect())
             if number % 2:
                 held[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: ")
@@ -116,13 +118,14 @@ def _large(target: Target, key: bool) -> None:
     held: list[socket.socket] = []
     piece = b"x" * 65536
     with suppress(OSError):
-        for _ in range(CONNECTIONS // 4):
+        for _ in range(CONNECTIONS):
             held.append(target.connect())
             held[-1].settimeout(0.05)
             held[-1].sendall(target.head("/v1/completions", "Content-Length: 4194304", key=key))
             with suppress(OSError):
                 for _ in range(60):  # all but the end
                     held[-1].sendall(piece)
+    time.sleep(1)
     for connection in held:
         connection.close()
 
@@ -149,26 +152,26 @@ def schemas(target: Target) -> None:
 
 def flood(target: Target) -> None:
     """Long answers of the cheapest tier, more than there are places."""
-    threads = [threading.Thread(target=_stream, args=(target, 20, 200)) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _ask_at_once(target, 16, letters=20, tokens=200)
 
 
 def prompts(target: Target) -> None:
     """Long prompts of the cheapest tier."""
-    threads = [threading.Thread(target=_stream, args=(target, 4000, 4)) for _ in range(8)]
+    _ask_at_once(target, 8, letters=4000, tokens=4)
+
+
+def _ask_at_once(target: Target, requests: int, letters: int, tokens: int) -> None:
+    threads = [threading.Thread(target=_ask, args=(target, letters, tokens)) for _ in range(requests)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _stream(target: Target, letters: int, tokens: int) -> None:
+def _ask(target: Target, letters: int, tokens: int) -> None:
     text = "".join(random.choice("abcdefgh ") for _ in range(letters))
-    body = {"prompt": text, "max_tokens": tokens, "service_tier": "flex", "ignore_eos": True, "stream": True}
-    target.post("/v1/completions", json.dumps(body | {"stream": False}).encode())
+    body = {"prompt": text, "max_tokens": tokens, "service_tier": "flex", "ignore_eos": True}
+    target.post("/v1/completions", json.dumps(body).encode())
 
 
 ATTACKS: tuple[Callable[[Target], None], ...] = (
@@ -183,41 +186,64 @@ def _attack(number: int, target: Target, seconds: float) -> None:
         ATTACKS[number](target)
 
 
-class Health(threading.Thread):
-    """Asks `/health` ten times a second; the slowest answer is `worst`."""
+class Watch(threading.Thread):
+    """Asks `/health` ten times a second, and looks at the memory.
 
-    def __init__(self, url: str) -> None:
+    Attributes:
+        worst: seconds of the slowest answer; infinite where one failed.
+        most: MB that the server and its children had at most.
+    """
+
+    def __init__(self, served: RunningServer) -> None:
         super().__init__(daemon=True)
-        self._url, self.worst, self.over = url, 0.0, threading.Event()
+        self._served, self.worst, self.most, self._over = served, 0.0, memory_mb(served), threading.Event()
 
     def run(self) -> None:
-        """Until `over`."""
+        """Until `end`."""
         with httpx2.Client(timeout=60) as http:
-            while not self.over.wait(0.1):
+            while not self._over.wait(0.1):
                 began = time.monotonic()
                 try:
-                    http.get(f"{self._url}/health")
+                    http.get(f"{self._served.url}/health").raise_for_status()
                 except httpx2.HTTPError:
                     self.worst = float("inf")
                 self.worst = max(self.worst, time.monotonic() - began)
+                with suppress(psutil.Error):  # a child that ends
+                    self.most = max(self.most, memory_mb(self._served))
+
+    def end(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self.join()
 
 
 def asked(url: str, key: str, seconds: float, tokens: int) -> list[float]:
-    """Seconds of each answer of the client that means no harm."""
+    """Seconds of each answer of the client that means no harm; infinite where there was none."""
     found, ends = list[float](), time.monotonic() + seconds
     body = {"prompt": "The capital of France is", "max_tokens": tokens, "service_tier": "priority", "ignore_eos": True,
             "temperature": 0}  # fmt: skip
     with httpx2.Client(timeout=120, headers={"Authorization": f"Bearer {key}"}) as http:
         while time.monotonic() < ends or not found:
             began = time.monotonic()
-            http.post(f"{url}/v1/completions", json=body).raise_for_status()
-            found.append(time.monotonic() - began)
+            try:
+                http.post(f"{url}/v1/completions", json=body).raise_for_status()
+                found.append(time.monotonic() - began)
+            except httpx2.HTTPError as error:
+                print(f"the other client: {error}", file=sys.stderr)
+                found.append(float("inf"))
+                time.sleep(0.1)
     return found
 
 
+def slowest(found: list[float]) -> float:
+    """The 99th percentile; infinite where a request was not answered."""
+    return float(np.quantile(found, 0.99)) if np.isfinite(found).all() else float("inf")
+
+
 def memory_mb(served: RunningServer) -> float:
-    """Resident memory of the server."""
-    return psutil.Process(served.process.pid).memory_info().rss / _MB
+    """Resident memory of the server and the process that checks its grammars."""
+    server = psutil.Process(served.process.pid)
+    return sum(p.memory_info().rss for p in (server, *server.children(recursive=True))) / _MB
 
 
 def server_s(served: RunningServer) -> float:
@@ -232,8 +258,16 @@ def attackers_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def main() -> None:
-    """Every attack, and a line for each."""
+def warm(served: RunningServer, key: str, tokens: int) -> None:
+    """Kernels, caches and the process that checks grammars, as in a running server."""
+    asked(served.url, key, 3, tokens)
+    body = {"prompt": "x", "max_tokens": 1, "response_format": {"type": "json_object"}}
+    headers = {"Authorization": f"Bearer {key}"}
+    httpx2.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=120).raise_for_status()
+
+
+def main() -> bool:
+    """Every attack, and a line for each; whether all bounds held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--policy", default="tiered")
@@ -250,32 +284,36 @@ def main() -> None:
     with serving(args.model, "cpu", his + its, "--policy", args.policy) as served:
         host, port = served.url.removeprefix("http://").split(":")
         target = Target(host, int(port), attacker)
-        asked(served.url, client, 3, args.tokens)  # kernels and caches as in a running server
+        warm(served, client, args.tokens)
         alone = asked(served.url, client, args.seconds, args.tokens)
-        base, before = float(np.quantile(alone, 0.99)), memory_mb(served)
+        base, before = slowest(alone), memory_mb(served)
         print(f"{'none':14}{len(alone):8}{np.median(alone):8.3f}{base:8.3f}")
+        broken: list[str] = [] if np.isfinite(base) else ["none"]
         for number, attack in enumerate(ATTACKS):
             if args.only and attack.__name__ not in args.only:
                 continue
             server_before, attackers_before = server_s(served), attackers_s()
             arguments = (number, target, args.seconds + 1)
             attackers = [multiprocessing.Process(target=_attack, args=arguments) for _ in range(args.attackers)]
-            health = Health(served.url)
-            for each in (*attackers, health):
+            watch = Watch(served)
+            for each in (*attackers, watch):
                 each.start()
             time.sleep(1)
             found = asked(served.url, client, args.seconds, args.tokens)
-            health.over.set()
-            more = memory_mb(served) - before
-            for each in (*attackers, health):
-                each.join()
+            for attacker_process in attackers:
+                attacker_process.join()
+            watch.end()
+            more = watch.most - before
             server_took, attackers_took = server_s(served) - server_before, attackers_s() - attackers_before
-            p99 = float(np.quantile(found, 0.99))
-            held = p99 <= P99 * base and health.worst <= HEALTH_S and more <= MEMORY_MB
+            p99 = slowest(found)
+            held = p99 <= P99 * base and watch.worst <= HEALTH_S and more <= MEMORY_MB
+            broken += [] if held else [attack.__name__]
             print(f"{attack.__name__:14}{len(found):8}{np.median(found):8.3f}{p99:8.3f}{p99 / base:7.2f}"
-                  f"{health.worst:10.3f}{more:9.0f}{server_took:8.1f}{attackers_took:10.1f}  {'yes' if held else 'NO'}",
+                  f"{watch.worst:10.3f}{more:9.0f}{server_took:8.1f}{attackers_took:10.1f}  {'yes' if held else 'NO'}",
                   flush=True)  # fmt: skip
+    print("all bounds held" if not broken else f"broken: {', '.join(broken)}")
+    return not broken
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(not main())

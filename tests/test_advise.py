@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from qbe.advise import observed
 from qbe.advise.advice import Advice, advise
 from qbe.advise.observed import Observed, observe
 from qbe.advise.rungs import RUNGS, bytes_ratio
@@ -200,8 +203,44 @@ def test_metrics_that_are_none_are_refused_in_one_line(tmp_path: Path, capsys: p
     (tmp_path / "slo.toml").write_text("[slo]\nitl_ms = 1\n")
     (tmp_path / "other.txt").write_text("# TYPE up gauge\nup 1\n")
     (tmp_path / "broken.txt").write_text("what is {this\n")
-    for source in (tmp_path / "other.txt", tmp_path / "broken.txt", tmp_path / "none.txt", "http://127.0.0.1:9/"):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    for source, said in (
+        (tmp_path / "other.txt", "qbe:average_weight_bits"), (tmp_path / "broken.txt", "no text of Prometheus"),
+        (tmp_path / "bytes.txt", "no text of Prometheus"), (tmp_path / "none.txt", "No such file"),
+        ("http://127.0.0.1:9/", "Connection refused; check the address"), ("ftp://127.0.0.1/metrics", "http://"),
+        ("HTTP://127.0.0.1:9", "Connection refused"), ("http://[::1", "check the address"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as ended:
             main(["advise", "--metrics", str(source), "--slo", str(tmp_path / "slo.toml")])
         assert ended.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert said in error
+        assert ("folder" in error) == (said == "No such file")
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (None, "no answer for 0.3 s"),
+        (b"", "check the address"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nup 1", "check the address"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "check the address"),
+        (b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n", "403 Forbidden; http.private"),
+    ],
+)
+def test_servers_that_give_no_metrics_are_told_apart(
+    sent: bytes | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observed, "_WAIT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(observed.fetch, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        connection, _ = listening.accept()
+        if sent is not None:
+            connection.recv(4096)
+            connection.sendall(sent)
+            connection.close()
+        with pytest.raises(QBEError, match=said) as refused:
+            asked.result(10)
+        connection.close()
+    assert "folder" not in str(refused.value)

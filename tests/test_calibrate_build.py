@@ -322,6 +322,16 @@ def test_personal_data_is_replaced_by_its_kind_and_ordinary_text_is_not() -> Non
         "she came from <IP_ADDRESS> with SSN <US_SSN>."
     )
     assert masker.counts.total() == 6
+    for text, expected in {
+        "123-45-6789, 000 12 3456; 10-10-2024": "<US_SSN>, <US_SSN>; 10-10-2024",
+        "write to jane [at] example.com or": "write to <EMAIL_ADDRESS> or",
+        "jane.doe (AT) mail (dot) example (dot) co.uk": "<EMAIL_ADDRESS>",
+        "jane at example dot com, jane@example[.]org": "<EMAIL_ADDRESS>, <EMAIL_ADDRESS>",
+    }.items():
+        assert masker.mask(text) == expected
+    assert masker.mask("a." * 20000) == "a." * 20000
+    plain = "Meet me at example.com at noon; call foo[at](x).bar or W @ x.T; arrive at 5 dot 30"
+    assert masker.mask(plain) == plain
     plain = "132 / 88 = 1.5 hours; x = [1, 2, 3]; version 3.4.0-rc1 of 2024-03-11 has 1 512 lines <|im_end|>"
     assert masker.mask(plain) == plain
 

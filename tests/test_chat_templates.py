@@ -169,6 +169,21 @@ def test_a_system_message_alone_and_later_ones_are_not_lost() -> None:
         assert "go on" in found
 
 
+@pytest.mark.parametrize("template", [
+    # As Phi-4's and Falcon-H1's: the first message is looked at, or roles that are named.
+    "{% if messages[0].role == 'system' %}[S]{{ messages[0].content }}{% endif %}{% for m in messages %}"
+    "{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "[S]{{ m.content }}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}",
+])  # fmt: skip
+def test_later_system_messages_are_not_left_out(template: str) -> None:
+    first, second, third = ({"role": "system", "content": text} for text in ("be kind", "be brief", "be gone"))
+    assert prompt_of(template, [first, *PLAIN[:2], second, PLAIN[2], third], offered=False) == (
+        "[S]be kind[user]hello[assistant]hi[user]be brief\n\nhow are you?[user]be gone"
+    )
+    assert prompt_of(template, [first, second, PLAIN[0]], offered=False) == "[S]be kind[user]be brief\n\nhello"
+
+
 def test_variables_reach_the_template() -> None:
     plain = prompt_of(templates.ITEMS, PLAIN, offered=False)
     assert prompt_of(templates.ITEMS, PLAIN, offered=False, enable_thinking=False) == plain + "<think></think>"

@@ -119,6 +119,12 @@ def test_calls_are_streamed_and_go_back(api: anthropic.Anthropic, chat: Any) -> 
     assert ask(api, messages=back, tools=[WEATHER]).content
 
 
+def test_names_of_tools_are_as_long_as_anthropics(api: anthropic.Anthropic) -> None:
+    long = WEATHER | {"name": "mcp__weather__" + "a" * 114}
+    found = ask(api, tools=[long], tool_choice={"type": "any"}, max_tokens=240)
+    assert found.content[0].name == long["name"]
+
+
 def test_choices_of_tools(api: anthropic.Anthropic) -> None:
     clock = {"name": "clock", "type": "custom", "input_schema": {"type": "object", "properties": {}}}
     found = ask(api, tools=[WEATHER, clock], tool_choice={"type": "tool", "name": "clock"}, max_tokens=200)
@@ -162,10 +168,15 @@ def test_models_are_listed(api: anthropic.Anthropic) -> None:
 
 def test_what_changes_nothing_is_said(api: anthropic.Anthropic) -> None:
     found = ask(
-        api, thinking={"type": "enabled", "budget_tokens": 1024}, output_config={"effort": "low"},
-        metadata={"user_id": "u"}, more={"temperature": 0.5, "top_p": 0.9, "top_k": 3},
+        api, thinking={"type": "enabled", "budget_tokens": 1024}, output_config={"effort": "low"}, speed="fast",
+        metadata={"user_id": "u"}, more={
+            "temperature": 0.5, "top_p": 0.9, "top_k": 3, "inference_geo": "us", "diagnostics": None,
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        }
     )  # fmt: skip
-    assert sorted(found.usage.model_extra["qbe"]["ignored"]) == ["output_config.effort", "thinking"]
+    assert sorted(found.usage.model_extra["qbe"]["ignored"]) == [
+        "context_management", "inference_geo", "output_config.effort", "speed", "thinking",
+    ]  # fmt: skip
     history: Any = [*HI, {"role": "assistant", "content": [
         {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"},
         {"type": "text", "text": "yes", "citations": None}]}, {"role": "user", "content": "so?"}]  # fmt: skip

@@ -47,7 +47,14 @@ def test_null_asks_for_nothing(url: str, field: str) -> None:
     assert chat(url, **{field: None}).status_code == 200
 
 
+def test_all_answers_may_be_the_best(url: str) -> None:
+    answer = post(url, "completions", prompt="a", max_tokens=2, n=2, best_of=2)
+    assert len(answer.json()["choices"]) == 2, answer.text
+
+
 def test_nulls_in_completions_and_within_fields(url: str) -> None:
+    contract = dict.fromkeys(("bits", "min_bits", "kv_bits", "max_cost", "policy", "refresh", "best_effort", "cascade"))
+    assert post(url, "completions", prompt="a", max_tokens=2, qbe=contract).status_code == 200
     nulls = dict.fromkeys(("echo", "ignore_eos", "best_of", "suffix", "logprobs", "stop", "n", "seed", "stream"))
     assert post(url, "completions", prompt="a", max_tokens=2, **nulls).status_code == 200
     stream = chat(url, stream=True, stream_options={"include_usage": None, "include_obfuscation": None})
@@ -61,6 +68,7 @@ def test_nulls_in_completions_and_within_fields(url: str) -> None:
     ({"verbosity": "low", "reasoning_effort": "high", "store": True}, ["reasoning_effort", "store", "verbosity"]),
     ({"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h"},
      ["prediction", "prompt_cache_retention"]),
+    ({"prompt_cache_options": {"mode": "implicit"}}, ["prompt_cache_options"]),
     ({"chat_template_kwargs": {"enable_thinking": False}}, ["chat_template_kwargs.enable_thinking"]),
     ({"modalities": ["text"], "parallel_tool_calls": True, "top_p": 0, "service_tier": "auto"}, None),
 ])  # fmt: skip
@@ -75,6 +83,7 @@ def test_harmless_fields_are_taken_and_what_does_nothing_is_named(
 
 @pytest.mark.parametrize("fields", [
     {"functions": [{"name": "f"}]}, {"audio": {"voice": "x"}}, {"web_search_options": {}}, {"modalities": ["audio"]},
+    {"moderation": {"model": "omni-moderation-latest"}},
     {"chat_template_kwargs": {"tokenize": True}}, {"chat_template_kwargs": {"chat_template": "x"}}, {"unheard_of": 1},
     {"tools": [{"type": "web_search"}]}, {"tools": [{"type": "custom", "function": {"name": "f"}}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},

@@ -60,7 +60,7 @@ def ask(server: Running, **body: Any) -> Any:
 @pytest.mark.parametrize(
     ("asked", "served", "bits"),
     [("flex", "flex", 4), ("default", "default", 8), ("auto", "default", 8), ("priority", "priority", 8),
-     ("fast", "priority", 8), (None, "default", 8)],
+     ("fast", "priority", 8), ("scale", "default", 8), (None, "default", 8)],
 )  # fmt: skip
 def test_the_reply_names_the_tier_served(server: Running, asked: str | None, served: str, bits: float) -> None:
     answer = ask(server, service_tier=asked)
@@ -120,7 +120,6 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"qbe": {"cascade": True}}, "qbe.cascade"),  # nothing was learned for it
         ({"qbe": {"cascade": 1}}, "qbe.cascade"),
         ({"qbe": {"speculate": "yes"}}, "qbe.speculate"),
-        ({"qbe": {"refresh": None}}, "qbe.refresh"),
         ({"qbe": {"min_bits": "many"}}, "qbe.min_bits"),
         ({"qbe": []}, "qbe"),
         ({"max_tokens": 1 << 30, "prompt": "x" * 5000}, "prompt"),
@@ -139,6 +138,7 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"n": 129}, "n"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
     ],
 )
 def test_a_wrong_body_is_refused_by_its_field(server: Running, body: dict[str, Any], field: str) -> None:

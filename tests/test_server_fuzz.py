@@ -50,7 +50,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.one_of(st.text(), st.lists(st.text(min_size=1), max_size=3), ANYTHING), "stream": st.booleans(),
     "logit_bias": st.dictionaries(st.integers(-2, 400).map(str), NUMBERS, max_size=2), "logprobs": st.booleans(),
     "stream_options": st.one_of(ANYTHING, st.just({"include_usage": True, "continuous_usage_stats": True})),
-    "service_tier": st.sampled_from(["auto", "flex", "priority", "fast", "gold"]),
+    "service_tier": st.sampled_from(["auto", "flex", "scale", "priority", "fast", "gold"]),
     "response_format": st.one_of(
         ANYTHING, st.just({"type": "json_object"}), st.builds(lambda g: {"type": "grammar", "grammar": g}, st.text()),
         st.builds(lambda s: {"type": "json_schema", "json_schema": {"name": "x", "schema": s}}, SCHEMAS)),
@@ -62,7 +62,7 @@ CHAT = FIELDS | {
     "tool_choice": st.sampled_from(["auto", "none", "required", FUNCTION, 1]), "parallel_tool_calls": st.booleans(),
     "top_logprobs": NUMBERS,
 }  # fmt: skip
-COMPLETION = FIELDS | {"echo": st.booleans(), "logprobs": NUMBERS, "best_of": st.sampled_from([None, 1])}
+COMPLETION = FIELDS | {"echo": st.booleans(), "logprobs": NUMBERS, "best_of": st.sampled_from([None, 1, 2])}
 PROMPTS = st.one_of(
     st.text(min_size=1, max_size=9),
     st.lists(st.integers(0, 300), min_size=1, max_size=4),

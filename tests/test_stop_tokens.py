@@ -29,7 +29,8 @@ def model_with(**ids: Any) -> Any:
 @pytest.mark.parametrize(
     "name",
     ["<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|endoftext|>", "</s>", "<|eom_id|>",
-     "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|eot|>"],
+     "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|eot|>", "<|eom|>", "<|EOT|>", "<turn|>",
+     "<|tool_response>", "[|endofturn|]", "<|assistant_end|>", "<|role_end|>", "<seed:eos>", "[e~[", "[EOT]", "_<EOT>"],
 )  # fmt: skip
 @pytest.mark.parametrize("special", [True, False])
 def test_names_that_end_a_turn(name: str, special: bool) -> None:
@@ -39,11 +40,20 @@ def test_names_that_end_a_turn(name: str, special: bool) -> None:
     assert eos_ids(model_with(config=8), tokenizer) == {8, token, other}
 
 
-def test_a_name_that_ends_a_message_among_several() -> None:
-    tokenizer = tokenizer_with("<|end|>", "<|return|>", "<|call|>")
-    end, *ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|return|>", "<|call|>"])
+@pytest.mark.parametrize("names", [
+    ("<|end|>", "<|return|>", "<|call|>"), ("<|end|>", "<|calls|>", "<|flush|>"), ("</s>", "<|tool_response>"),
+])  # fmt: skip
+def test_a_name_that_is_no_end_beside_others(names: tuple[str, ...]) -> None:
+    tokenizer = tokenizer_with(*names)
+    end, *ends = tokenizer.convert_tokens_to_ids(list(names))
     assert eos_ids(model_with(), tokenizer) == set(ends)
     assert eos_ids(model_with(generation=end), tokenizer) == {end, *ends}  # where the metadata says so
+
+
+def test_roles_end_a_turn_where_the_next_one_begins_with_them() -> None:
+    tokenizer = tokenizer_with("<|user|>", "<|assistant|>", "<|observation|>")
+    assert eos_ids(model_with(), tokenizer) == set(tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"]))
+    assert eos_ids(model_with(), tokenizer_with("<|user|>", "<|assistant|>")) == set()
 
 
 def test_text_that_looks_like_a_name_is_text() -> None:

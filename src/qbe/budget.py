@@ -16,7 +16,7 @@ TIER_BITS: dict[str, tuple[float, float]] = {
     "default": (5.0, 7.0),
     "priority": (6.5, 8.0),
 }
-TIER_ALIASES = {"auto": "default", "fast": "priority"}
+TIER_ALIASES = {"auto": "default", "scale": "default", "fast": "priority"}
 TIERS = (*TIER_BITS, *TIER_ALIASES)
 
 # What the score chooses among within a range: multiples of this, so that requests share prefixes, which only equal
@@ -35,7 +35,7 @@ class Budget:
     Attributes:
         bits: average bits over the weights of the nested sites; met within 0.05 bits from below. None leaves the
             choice to the tier and the query's score.
-        tier: `flex`, `default` or `priority` (`auto` and `fast` are other names of the last two).
+        tier: `flex`, `default` or `priority` (`auto`, `scale` and `fast` are other names of the last two).
         activation_bits: of the inputs of nested sites, 8 or 16. 8 makes prompts faster where the hardware multiplies
             8-bit numbers; the output head and the few sites that would cost most keep 16.
         high_precision_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from prometheus_client import Metric
@@ -70,20 +71,40 @@ class Observed:
 
 def fetch(source: str) -> str:
     """The text of `/metrics`: of a URL, or in a file. Raises QBEError."""
+    scheme = source.partition("://")[0].lower() if "://" in source else ""
     try:
-        if source.startswith(("http://", "https://")):
-            url = source if source.rstrip("/").endswith("/metrics") else f"{source.rstrip('/')}/metrics"
-            with urlopen(url, timeout=_WAIT_S) as answer:
-                raw: bytes = answer.read(_MOST_BYTES)
-        else:
-            raw = Path(source).read_bytes()
-        return raw.decode()
-    except URLError as error:  # an OSError, too
-        raise QBEError(f"--metrics {source} cannot be reached: {error.reason}") from None
+        if scheme in ("http", "https"):
+            return _served(source).decode()
+        if scheme:
+            raise QBEError(f"--metrics {source} cannot be read: give an address that begins with http:// or https://")
+        return Path(source).read_bytes().decode()
+    except UnicodeDecodeError:
+        raise QBEError(f"--metrics {source}: this is no text of Prometheus metrics") from None
     except (OSError, ValueError) as error:
-        local = isinstance(error, OSError) and not isinstance(error, TimeoutError)
-        why = reason(error) if local else str(error)  # type: ignore[arg-type]
+        why = reason(error) if isinstance(error, OSError) else str(error)
         raise QBEError(f"--metrics {source} cannot be read: {why}") from None
+
+
+def _served(url: str) -> bytes:
+    """What a server answers. Raises QBEError."""
+    path = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
+    try:
+        with urlopen(path, timeout=_WAIT_S) as answer:
+            raw: bytes = answer.read(_MOST_BYTES)
+            if answer.length:  # a read of so many bytes does not say that there were fewer than announced
+                raise IncompleteRead(raw, answer.length)
+            return raw
+    except HTTPError as error:
+        hint = "; http.private hides it: give a file with its text" if error.code in (401, 403) else ""
+        raise QBEError(f"--metrics {url}: the server answers {error.code} {error.reason}{hint}") from None
+    except (OSError, ValueError, HTTPException) as error:
+        cause = getattr(error, "reason", error)  # an URLError's is an error or a text
+        if isinstance(cause, TimeoutError):
+            why = f"there was no answer for {_WAIT_S:g} s; check that this is the address of a 'qbe serve'"
+        else:
+            said = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+            why = f"{said}; check the address, and that the server runs"
+        raise QBEError(f"--metrics {url} cannot be reached: {why}") from None
 
 
 def observe(text: str, quantile: float, records: Iterable[Record] = ()) -> Observed:

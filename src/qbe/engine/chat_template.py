@@ -32,6 +32,7 @@ class ChatTemplate:
 
     Attributes:
         forms: by role, how content reaches the prompt; None: not at all.
+        later_system: whether a system message does that is not the first message.
         arguments: whether calls' arguments are wanted as `object` or as `text`.
         knows_tools: whether functions, calls and results all come out of it.
     """
@@ -45,6 +46,10 @@ class ChatTemplate:
             lambda c: [*self._first, {"role": "assistant", "content": c}, *self._first]
         )
         self.forms["system"] = self._form(lambda c: [{"role": "system", "content": c}, *self._first])
+        answered = [*self._first, *self._shaped([{"role": "assistant", "content": "qbeanswer"}])]
+        self.later_system = (
+            self._form(lambda c: [*answered, {"role": "system", "content": c}, *self._first]) is not None
+        )
         self.arguments = self._arguments()
         self.forms["tool"] = self._form(lambda c: self._called(c, _ARGUMENTS[self.arguments]))
         self.knows_tools = self._knows_tools()
@@ -94,7 +99,8 @@ class ChatTemplate:
 
     def _candidates(self, messages: list[Message]) -> Iterable[list[Message]]:
         """The conversation as it is, and then changed step by step into what stricter templates take."""
-        plain = messages if self.forms["system"] is not None else folded(messages)
+        plain = folded(messages) if self.forms["system"] is None else messages
+        plain = plain if self.later_system else folded(plain, keep=1)
         yield plain
         named = short_ids(plain)
         yield named
@@ -240,11 +246,13 @@ def merged(messages: list[Message]) -> list[Message]:
     return kept
 
 
-def folded(messages: list[Message]) -> list[Message]:
-    """With what system messages say at the beginning of the user's message that follows."""
-    kept: list[Message] = []
+def folded(messages: list[Message], keep: int = 0) -> list[Message]:
+    """With what system messages say at the beginning of the user's message that follows, but for those among the first
+    `keep` messages.
+    """
+    kept = messages[:keep]
     said: list[str] = []
-    for message in messages:
+    for message in messages[keep:]:
         if message["role"] == "system":
             said.append(text_of(message.get("content")))
         elif said and message["role"] == "user":

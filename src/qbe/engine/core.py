@@ -52,6 +52,7 @@ from qbe.kvcache.allocator import PageFormat
 from qbe.kvcache.cache import decoder_config
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.probe import probe
+from qbe.models.model_errors import one_line
 from qbe.pictures.tower import PictureTower
 from qbe.policies.per_token import TokenRouters
 from qbe.residency.residency import Residency
@@ -123,7 +124,7 @@ class Core:
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        with self_check.one_line(model):
+        with one_line(model):
             kept = probe(model)
         packed = can_pack(config) and kept.packs
         longest = longest_forward(packed, self.context)
@@ -132,7 +133,7 @@ class Core:
         self.residency: Residency | None = None
         self.plan = bind_plan(model, table, self.device, sizes.plan_rows, shared_rows)
         prepare_layers(model, self.plan, sizes, self.vocabulary, progress)
-        with self_check.one_line(model):
+        with one_line(model):
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
         self.states = state_pool(kept, max_sequences, self.device)
         self.pool = page_pool(model, kept.kv, kept.dtype, self.device, self.context, kv_tokens)
@@ -151,7 +152,7 @@ class Core:
         self.runner.tower = tower
         pages = longest_sequence(self.pool, self.context)
         steps = functools.partial(self_check.compare, self.runner, self.scheduler, expected)
-        with self_check.one_line(model):
+        with one_line(model):
             compile_steps(self.runner, steps, pages, progress)
             self_check.check(model, self.runner, self.scheduler, self.vocabulary, expected)
         self.table = replace(with_kv(table, self.runner.cache), context=self.context)

@@ -30,6 +30,7 @@ from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.kvcache.cache import decoder_config
+from qbe.models.model_errors import name
 from qbe.sites import SiteTable
 from qbe.store.latent import latent_modules
 from qbe.store.nested_tensor import NestedTensor
@@ -145,24 +146,6 @@ def check(model: nn.Module, runner: Runner, scheduler: Scheduler, vocabulary: in
         f"{name(model)}: with QBE's cache its logits are {worst:.3g} times as far from those without one as rounding "
         "explains: QBE cannot run this family"
     )
-
-
-@contextmanager
-def one_line(model: nn.Module) -> Iterator[None]:
-    """What a model's own code raises in the block becomes a refusal of its family, except for a lack of memory."""
-    try:
-        yield
-    except (QBEError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as e:
-        line = (str(e).strip().splitlines() or [""])[0][:160]
-        raise QBEError(f"{name(model)}: QBE cannot run this family ({type(e).__name__}: {line})") from e
-
-
-def name(model: nn.Module) -> str:
-    """The model's class and what transformers calls its family."""
-    config = getattr(model, "config", None)
-    return f"{type(model).__name__} (model type '{getattr(config, 'model_type', '?')}')"
 
 
 def compare(runner: Runner, scheduler: Scheduler, expected: Expected | None) -> float:

@@ -9,11 +9,17 @@ from typing import Any
 # another token as their end of sequence, the one of the base model for example; llama.cpp goes by such names, too.
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>",
-    "<|call|>", "<|endoftext|>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|eot|>",
-    "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|endofturn|>", "<EOT>", "<eos>", "</s>",
+    "<|call|>", "<|calls|>", "<|flush|>", "<|endoftext|>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|eot|>",
+    "<|eom|>", "<|EOT|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|endofturn|>", "[|endofturn|]", "<|stop|>",
+    "<|assistant_end|>", "<|role_end|>", "<|tool_response>", "<seed:eos>", "[e~[", "[EOT]", "[EOS]", "<EOT>", "_<EOT>",
+    "▁<EOT>", "<eos>", "</s>", "<|user|>", "<|observation|>",
 )  # fmt: skip
-_ENDS_MESSAGES = "<|end|>"  # of several in one answer, where there are tokens for the answer's own end
-_ENDS_ANSWER = {"<|return|>", "<|call|>"}
+# Where a tokenizer has all of the names on the right, the one on the left is no end: answers of these families have
+# several messages (gpt-oss, Solar), or it is text to them (Gemma 4).
+_NO_END = (
+    ("<|end|>", {"<|return|>", "<|call|>"}), ("<|end|>", {"<|calls|>", "<|flush|>"}), ("</s>", {"<|tool_response>"}),
+)  # fmt: skip
+_ROLES = {"<|user|>", "<|observation|>"}  # GLM ends a turn with the role of the next; of other families one is missing
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -33,11 +39,13 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def _named(tokenizer: Any) -> Iterator[int]:
     added = {str(token): i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    several = vocabulary.keys() >= _ENDS_ANSWER
+    not_here = {name for name, others in _NO_END if vocabulary.keys() >= others}
+    if not vocabulary.keys() >= _ROLES:
+        not_here |= _ROLES
     for name in _ENDS:
         # A name that may be ordinary text, such as HTML's, counts only where it is one of the added tokens.
         i = added.get(name, vocabulary.get(name) if name.startswith(("<|", "<｜", "<end_")) else None)
-        if i is not None and not (several and name == _ENDS_MESSAGES):
+        if i is not None and name not in not_here:
             yield i
 
 

@@ -11,7 +11,7 @@ from qbe.errors import QBEError
 from qbe.server.messages import without_nulls
 from qbe.sites import FULL_BITS, KV_BITS
 
-ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
 
 
@@ -29,7 +29,7 @@ KVBits = Annotated[
 Pace = Annotated[int, Field(strict=True, ge=1, le=MOST_PACE)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
-Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=2**20, fail_fast=True)]
 MOST_PROMPTS = MOST_BIASES = 1024
 

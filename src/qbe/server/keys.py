@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qbe.budget import TIER_ALIASES
 from qbe.server.errors import APIError
 from qbe.server.settings import TIER_NAMES, Key, Settings, TierName
 
@@ -61,7 +62,7 @@ class Client:
             return cheapest
         if wanted == "auto":
             return "default" if "default" in allowed else allowed[0]
-        given = next((t for t in allowed if t == ("priority" if wanted == "fast" else wanted)), None)
+        given = next((t for t in allowed if t == TIER_ALIASES.get(wanted, wanted)), None)
         if given is None:
             may = ", ".join(allowed)
             raise APIError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic import Field, StrictBool, ValidationInfo, field_validator, model_validator
 
 from qbe.budget import MOST_KV_ERROR
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS
@@ -28,7 +28,7 @@ from qbe.server.fields import (
 from qbe.server.messages import Lenient, Message
 
 
-class Contract(BaseModel):
+class Contract(Body):
     """Bounds on precision, time and price; what is left out is the tier's.
 
     Attributes:
@@ -51,8 +51,6 @@ class Contract(BaseModel):
         cascade: let each token's attention move the bits of later layers, around the same average.
         speculate: draft tokens and check several at once where that is faster.
     """
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     bits: Bits | None = None
     min_bits: Bits | None = None
@@ -127,6 +125,7 @@ class OpenAIRequest(BaseRequest):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
 
@@ -299,6 +298,7 @@ class ChatRequest(Common):
     functions: Refused = None
     function_call: Refused = None
     audio: Refused = None
+    moderation: Refused = None
     web_search_options: Refused = None
 
 
@@ -314,6 +314,13 @@ class CompletionRequest(Common):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     suffix: Literal[""] | None = None
     response_format: ResponseFormat | None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _all_are_returned(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of not in (None, 1, info.data.get("n")):
+            raise ValueError("this server does not choose among answers: leave it out, or give the number of 'n'")
+        return best_of

@@ -25,7 +25,7 @@ _OURS = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
     "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "sanitize_control_tokens",
 }  # fmt: skip
-_WISHES = ("verbosity", "prediction", "store", "prompt_cache_retention")
+_WISHES = ("verbosity", "prediction", "store", "prompt_cache_retention", "prompt_cache_options")
 
 
 def check_model(body: Common, service: Service) -> None:

@@ -27,8 +27,9 @@ class _Estimating(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.notes = False
-        self.product: torch.Tensor | None = None  # float64 [texts, widths, kv heads] of the last backward pass
-        self.squares: torch.Tensor | None = None  # [widths, kv heads] of all: squares place by place
+        # By attention layer, of which a decoder layer may have several:
+        self.product: dict[int, torch.Tensor] = {}  # float64 [texts, widths, kv heads] of the last backward pass
+        self.squares: dict[int, torch.Tensor] = {}  # [widths, kv heads] of all: squares place by place
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
@@ -49,8 +50,8 @@ class _Estimating(Probe):
         def add(gradient: torch.Tensor) -> None:
             each = (change * gradient.unflatten(2, (kv_heads, -1))).double()
             product, squares = each.sum((2, 4, 5)).transpose(0, 1), each.square().sum((1, 2, 4, 5))
-            self.product = product if self.product is None else self.product + product
-            self.squares = squares if self.squares is None else self.squares + squares
+            for sums, more in ((self.product, product), (self.squares, squares)):
+                sums[layer] = sums[layer] + more if layer in sums else more
 
         out.register_hook(add)
         return out
@@ -106,22 +107,21 @@ class KVEstimate:
         try:
             with probing(walk.model, probe):
                 self._compare(i, native)
-                probe.notes, probe.product, probe.squares = True, None, None
-                directly = 0.0
+                probe.notes, probe.squares = True, {}
+                directly: dict[int, torch.Tensor] = {}
                 with torch.enable_grad(), tapped(expert_layers(layer), original_products):
                     states = self._pass.hidden(i).detach().requires_grad_()
                     out = self._pass.call(i, layer, states)
                     for draw in range(self._draws):
-                        probe.product = None
+                        probe.product = {}
                         (self._gradients[draw],) = torch.autograd.grad(
                             out, states, self._gradients[draw], retain_graph=draw + 1 < self._draws
                         )
-                        if probe.product is not None:
-                            directly = directly + probe.product.square().sum(0)
-                if probe.squares is not None:
-                    owner = probe.sources.get(i, i)  # whose keys these are; layers that share them come after it
+                        for owner, product in probe.product.items():
+                            directly[owner] = directly.get(owner, torch.tensor(0.0)) + product.square().sum(0)
+                for owner, squares in probe.squares.items():  # whose keys these are; layers that share them come later
                     before = self._found.get(owner, (0.0, 0.0))
-                    self._found[owner] = directly + before[0], probe.squares + before[1]
+                    self._found[owner] = directly[owner] + before[0], squares + before[1]
         except OtherAttention:
             self._usable = False
         finally:

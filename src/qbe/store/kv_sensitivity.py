@@ -78,6 +78,7 @@ class Probe:
     bits: layer -> bits of its key heads; other layers keep 16.
     shapes: layer -> query heads, key heads, key and value dim. entropy: layer -> per key head mean and deviation.
     absorbed: of attention modules whose cache holds latents. sources: layers that read another's keys, and which one's.
+    modules: layer -> the first attention module that used its keys.
     """
 
     bits: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class Probe:
     entropy: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     absorbed: dict[nn.Module, AbsorbedWeight] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
@@ -149,7 +151,9 @@ def _probe_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, absorbed = int(module.layer_idx), probe.absorbed.get(module)  # type: ignore[arg-type]
     query = query if absorbed is None else absorbed.absorb(query)
-    out = probe.attend(probe.sources.get(layer, layer), query, key, value, scaling, sliding_window, softcap, s_aux)
+    layer = probe.sources.get(layer, layer)
+    probe.modules.setdefault(layer, module)
+    out = probe.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
     return out if absorbed is None else absorbed.expand(out), None
 
 
@@ -219,14 +223,15 @@ def _measure(
         probabilities = reference.softmax(-1)
         for layer, (heads, kv_heads, key_dim, value_dim) in sorted(probe.shapes.items()):
             damage: list[dict[int, float]] = [{FULL_BITS: 0.0} for _ in range(kv_heads)]
-            with replay(layers[:layer], outputs):
+            inside = _decoder_layer(probe.modules[layer], layers)
+            with replay(layers[: inside or 0], outputs):
                 for bits in MEASURED:
                     probe.bits = {layer: (bits,) * kv_heads}
                     whole = divergence(reference, probabilities, logits_of(model, tokens)[rows])
                     shares = [1.0] * kv_heads
-                    if layer < len(layers) and kv_heads > 1:
+                    if inside is not None and kv_heads > 1:
                         shares = [
-                            _moved(model, probe, layers, layer, outputs, tokens, head, bits, kv_heads)
+                            _moved(model, probe, layers[inside], layer, outputs[inside], tokens, head, bits, kv_heads)
                             for head in range(kv_heads)
                         ]
                     total = sum(shares)
@@ -249,11 +254,16 @@ class _Done(Exception):
     """The layer that was asked for has run."""
 
 
+def _decoder_layer(attention: nn.Module, layers: list[nn.Module]) -> int | None:
+    """Which decoder layer it is in: LongCat's have two attention layers each."""
+    return next((i for i, layer in enumerate(layers) if any(m is attention for m in layer.modules())), None)
+
+
 def _moved(
-    model: nn.Module, probe: Probe, layers: list[nn.Module], layer: int, outputs: list[Any], tokens: torch.Tensor,
+    model: nn.Module, probe: Probe, inside: nn.Module, layer: int, output: Any, tokens: torch.Tensor,
     head: int, bits: int, kv_heads: int,
 ) -> float:  # fmt: skip
-    """How far one head at these bits moves its layer's output: the sum of squared differences."""
+    """How far one head at these bits moves its decoder layer's output: the sum of squared differences."""
     found: list[torch.Tensor] = []
 
     def stop(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -261,12 +271,12 @@ def _moved(
         raise _Done
 
     probe.bits = {layer: tuple(bits if h == head else FULL_BITS for h in range(kv_heads))}
-    hook = layers[layer].register_forward_hook(stop)
+    hook = inside.register_forward_hook(stop)
     try:
         model(input_ids=tokens, use_cache=False)
     except _Done:
         pass
     finally:
         hook.remove()
-    before = outputs[layer] if isinstance(outputs[layer], torch.Tensor) else outputs[layer][0]
+    before = output if isinstance(output, torch.Tensor) else output[0]
     return float((found[0].float() - before.float()).square().sum())

@@ -14,6 +14,7 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.format.layout import BLOCK, SliceLayout
+from qbe.models.model_errors import one_line
 from qbe.progress import bar
 from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
 from qbe.store import known, smoothing
@@ -99,6 +100,9 @@ def smooth_model(
 
     The model is changed in place and computes what it computed. Nothing is searched for where it is known
     (`qbe.store.known`). Returns the folds that were made.
+
+    Raises:
+        QBEError: the model's own code fails.
     """
     table = tag(model)
     wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
@@ -107,14 +111,15 @@ def smooth_model(
     tokens = (text or built_in()).smoothing(tokenizer, model).to(own)
     layout = SliceLayout.of(config.slices)
     layers = decoder_layers(model, table) if known_as is None else []
-    with suppress(NotLayered), bar("smoothing activations", len(layers), progress) as step:
-        walk = Layerwise(model, layers, device or own, wide=False)
-        return smooth_layers(walk, table, names, tokens, layout, config.group_size, step)
-    places = edges(model, table, names, tokens[:1])
-    if known_as is not None:  # tried on all of the text where they were found
-        return apply_exact(model, known.folds(known_as, places), tokens[:1])
-    with bar("smoothing activations", len(places), progress) as step:
-        return smoothing.smooth(model, places, tokens, layout, config.group_size, step)
+    with one_line(model):  # it runs for the first time here
+        with suppress(NotLayered), bar("smoothing activations", len(layers), progress) as step:
+            walk = Layerwise(model, layers, device or own, wide=False)
+            return smooth_layers(walk, table, names, tokens, layout, config.group_size, step)
+        places = edges(model, table, names, tokens[:1])
+        if known_as is not None:  # tried on all of the text where they were found
+            return apply_exact(model, known.folds(known_as, places), tokens[:1])
+        with bar("smoothing activations", len(places), progress) as step:
+            return smoothing.smooth(model, places, tokens, layout, config.group_size, step)
 
 
 def nest_model(

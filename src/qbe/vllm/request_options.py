@@ -1,6 +1,6 @@
 """What a request asks of QBE, in `SamplingParams.extra_args` (in an HTTP body `vllm_xargs`).
 
-service_tier          flex, default, priority, auto or fast: OpenAI's names
+service_tier          flex, default, priority, auto, scale or fast: OpenAI's names
 qbe_bits              average bits of the weights
 qbe_activation_bits   8 or 16
 qbe_policy            name of a policy

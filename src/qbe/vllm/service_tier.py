@@ -82,7 +82,7 @@ def with_args(body: bytes) -> bytes:
 def _precise(args: dict[str, Any]) -> bool:
     """Whether arguments ask for more than the default tier."""
     ours = any(name.startswith(PREFIX) and name != "qbe_text" for name in args)
-    return ours or args.get("service_tier") not in (None, "default", "auto")
+    return ours or args.get("service_tier") not in (None, "default", "auto", "scale")
 
 
 async def _refuse(send: Any, message: str) -> None:

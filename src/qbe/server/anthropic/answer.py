@@ -32,7 +32,7 @@ async def begin(body: MessagesRequest, client: Client, service: Service) -> Answ
     with renamed(FIELDS):
         asked = _asked(body)
         exchange = await chat.submit(asked, client, service, "msg_")
-    answer = _Message(asked, service, exchange)
+    answer = _Message(body, asked, service, exchange)
     return Answering(exchange, answer.stream, answer.whole)
 
 
@@ -106,11 +106,12 @@ class _Message:
     """One message while it is written.
 
     Args:
-        asked: what was sent, as a chat request.
+        body: what was sent.
+        asked: the same as a chat request.
     """
 
-    def __init__(self, asked: ChatRequest, service: Service, exchange: Exchange) -> None:
-        self._asked, self._service, self._exchange = asked, service, exchange
+    def __init__(self, body: MessagesRequest, asked: ChatRequest, service: Service, exchange: Exchange) -> None:
+        self._body, self._asked, self._service, self._exchange = body, asked, service, exchange
         self._content = _Content()
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -169,7 +170,7 @@ class _Message:
 
     def _usage(self, chat: dict[str, Any]) -> dict[str, Any]:
         """That of chat completions under the names that it has here."""
-        names = ignored(chat["qbe"].pop("ignored", ()))
+        names = ignored(self._body, chat["qbe"].pop("ignored", ()))
         return {
             **_read(chat["prompt_tokens"], chat["prompt_tokens_details"]["cached_tokens"]),
             "output_tokens": chat["completion_tokens"],

@@ -48,9 +48,14 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     )
 
 
-def ignored(by_chat: Sequence[str]) -> list[str]:
-    """Fields that ask for something and change nothing, of those that chat completions would name."""
-    return [FIELDS.get(name, name) for name in by_chat]
+def ignored(body: MessagesRequest, by_chat: Sequence[str]) -> list[str]:
+    """Fields that ask for something and change nothing.
+
+    Args:
+        by_chat: those that chat completions would name.
+    """
+    wishes = [name for name in ("inference_geo", "context_management", "diagnostics") if getattr(body, name)]
+    return [FIELDS.get(name, name) for name in by_chat] + wishes + ["speed"] * (body.speed == "fast")
 
 
 def _messages(given: AnthropicMessage) -> list[Message]:

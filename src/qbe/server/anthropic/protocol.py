@@ -181,9 +181,14 @@ class MessagesRequest(CountTokensRequest):
     Attributes:
         service_tier: `standard_only` is `default`.
         cache_control: taken; prefixes are always cached.
+        inference_geo, speed, context_management, diagnostics: taken, and nothing is done about them.
     """
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stop_sequences: Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     service_tier: ServiceTier | Literal["standard_only"] | None = None
     metadata: AnthropicMetadata | None = None
+    inference_geo: Annotated[str, Field(max_length=64)] | None = None
+    speed: Literal["standard", "fast"] | None = None
+    context_management: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
