@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qbe.server.contract import budget, terms
-from qbe.server.energy.tier_bits import tier_bits
+from qbe.server.energy.governor import tier_bits
 from qbe.server.errors import APIError
 from qbe.server.protocol import Contract
 from qbe.server.settings import Settings, Tier

@@ -23,11 +23,10 @@ from hypothesis import strategies as st
 from qbe.errors import QBEError
 from qbe.records.ledger import Ledger
 from qbe.server.contract import budget, terms
-from qbe.server.energy.governor import Governor
+from qbe.server.energy.governor import Governor, tier_bits
 from qbe.server.energy.intensity import Intensity, fetch
 from qbe.server.energy.meter import Nvml, Rapl, find
 from qbe.server.energy.spending import Spending
-from qbe.server.energy.tier_bits import tier_bits
 from qbe.server.protocol import Contract
 from qbe.server.settings import Energy, Settings, Tier
 from qbe.server.settings_file import load

@@ -8,7 +8,7 @@ from typing import Any
 from qbe import policies
 from qbe.budget import Budget
 from qbe.errors import QBEError
-from qbe.server.energy.tier_bits import tier_bits
+from qbe.server.energy.governor import tier_bits
 from qbe.server.errors import APIError
 from qbe.server.pricing import Pricing
 from qbe.server.protocol import Contract

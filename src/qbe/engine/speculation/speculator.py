@@ -20,7 +20,7 @@ import torch
 from qbe.engine.sampling.sampler import DraftToken, draw, filtered
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.engine.speculation.acceptance_statistics import NGRAM_DRAFTER, AcceptanceStats, Costs, Speculation, progress
+from qbe.engine.speculation.acceptance_statistics import NGRAM_DRAFTER, AcceptanceStats, Costs, Speculation
 from qbe.engine.speculation.draft_bits import DraftBits
 from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.format.kv_blocks import PAGE_SIZE
@@ -131,13 +131,12 @@ class Speculator:
             if written / seconds(n + k, bits) > fastest:
                 fastest, source, count = written / seconds(n + k, bits), NGRAM_DRAFTER, k
         most = min(self.rows // n - 1, *map(_room, work)) if len(able) == n else 0
-        for gear in (g for g in self.drafters if NGRAM_DRAFTER < g < bits):
-            low = max(self._bits.average(self._bits.lowered(w.blueprint, gear)[0]) for w in work)
-            for k in range(1, min(MOST, most) + 1 if low < bits else 1):
-                written = n * progress(self._outcomes(gear, bits).rate, k)
-                rate = written / (k * seconds(n, low) + seconds(n * (k + 1), bits))
-                if rate > fastest:
-                    fastest, source, count = rate, gear, k
+        gears = (g for g in self.drafters if g > NGRAM_DRAFTER)
+        own = self._bits.fastest(
+            [w.blueprint for w in work], gears, min(MOST, most), lambda gear: self._outcomes(gear, bits).rate, seconds
+        )
+        if own is not None and own[0] > fastest:
+            _, source, count = own
         for (gear, of), outcomes in self.acceptance.items():
             if of == round(bits) and gear != source:
                 outcomes.pass_by(n)

@@ -1,7 +1,4 @@
-"""Keeps power or carbon within a budget by shifting the default tier between its floor and its high end.
-
-What bits that shift stands for is in `tier_bits`.
-"""
+"""Keeps power or carbon within a budget by shifting the default tier's bits between its floor and its high end."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable
 
 from qbe.server.energy.intensity import Intensity
 from qbe.server.energy.spending import Spending
-from qbe.server.settings import Energy
+from qbe.server.settings import Energy, Tier
 
 _STEP = 0.25  # of the way, at each look; the same four steps as a brownout's, so that requests share blueprints
 _LOW = 0.75  # part of the budget below which there is room for more precision
@@ -72,3 +69,15 @@ class Governor:
             self.shift = max(-1.0, self.shift - _STEP)
         elif used < _LOW:
             self.shift = min(1.0, self.shift + _STEP)
+
+
+def tier_bits(tier: Tier, lowered: float, raised: float = 0.0) -> tuple[float, float]:
+    """The range of average bits of a tier.
+
+    Args:
+        lowered: how far both ends sink to the floor, 0 to 1: the brownout, or the energy governor's shift below 0.
+        raised: how far the lower end rises to the higher one, 0 to 1: the governor's shift above 0.
+    """
+    floor = tier.bits[0] if tier.floor is None else tier.floor
+    low, high = (b if tier.floor is None else b - lowered * (b - floor) for b in tier.bits)
+    return low + raised * (high - low), high
