@@ -115,8 +115,8 @@ def fit(
     """The factors under which sums of sensitivities are next to what was measured.
 
     Args:
-        blend: as the result has it. Where all is uniform damage, factors are of groups alone, from a half to two: enough
-            to choose between groups, and too little to leave uniform bits at a gear's average.
+        blend: as the result has it. Where all is uniform damage, factors are of groups alone, from a half to two:
+            enough to choose between groups, and too little to leave uniform bits at a gear's average.
         measured: float64 [assignments], divergences.
         prior: standard deviation of the logarithm of a group's factor; 0: there are no factors at all. What is special
             to a group on the few passages that are measured is in part of these passages: on hybrid-moe-tiny a loose

@@ -102,7 +102,7 @@ class _Layers:
         if set(self._places) - there:
             raise NotLayered
         # `Layerwise` puts originals in the place of nested weights while a layer is there.
-        self._nested = {s.name: model.get_submodule(s.name).weight for s in table.nested if s.expert is None}
+        self._nested: dict[str, Any] = {s.name: model.get_submodule(s.name).weight for s in table.nested if s.expert is None}
 
     def divergences(self, tokens: torch.Tensor, assignments: Sequence[Assignment], step: Callable[[], None]) -> Numbers:
         states: list[torch.Tensor] = []
@@ -126,7 +126,7 @@ class _Layers:
         before = list(states)  # assignments that are alike up to here go on together
         with tapped(self._experts[i], products.experts), ExitStack() as stack:
             for name, module in self._linears[i].items():
-                module.forward = products.linear(name, module)  # type: ignore[method-assign]
+                module.forward = products.linear(name, module)  # type: ignore[method-assign, assignment]
                 stack.callback(delattr, module, "forward")
             for a, gears in enumerate(assignments):
                 same = id(before[a]), tuple(gears[place] for place in here)
