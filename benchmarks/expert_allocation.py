@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from qbe.blueprint import Blueprint
-from qbe.policies import allocate as search
+from qbe.allocation import knapsack as search
 from qbe.policies.allocate import allocate
 from qbe.sites import Role, Site, SiteTable
 from qbe.store.plan import Plan

@@ -23,7 +23,8 @@ from qbe.store.calibrate import calibrate, damped, second_moments
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable
-from qbe.store.prepare import prepare, quantise_to
+from qbe.store.prepare import prepare
+from qbe.store.quantise import quantise_to
 from qbe.tagger import tag
 
 CPU = torch.device("cpu")

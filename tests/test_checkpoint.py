@@ -20,7 +20,8 @@ from qbe.store import checkpoint
 from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nest_model, smooth_model
-from qbe.store.prepare import prepare, quantise_to
+from qbe.store.prepare import prepare
+from qbe.store.quantise import quantise_to
 from qbe.tagger import tag
 
 CPU = torch.device("cpu")
@@ -227,7 +228,7 @@ def test_a_really_full_disk_leaves_nothing(tiny_folder: Path, tmp_path: Path) ->
     code = (
         "import resource, signal, sys, torch\n"
         "from pathlib import Path\n"
-        "from qbe.store.prepare import quantise_to\n"
+        "from qbe.store.quantise import quantise_to\n"
         "from qbe.store.nested_linears import NestedWeightConfig\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"

@@ -12,8 +12,8 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint, tokens_by_bits
 from qbe.budget import Budget
 from qbe.errors import QBEError
-from qbe.policies import allocate as search
-from qbe.policies import lagrangian
+from qbe.allocation import knapsack as search
+from qbe.allocation import lagrangian
 from qbe.policies.allocate import allocate
 from qbe.sites import FULL_BITS, Role, Site, SiteTable
 from qbe.store.shared_rows import SharedRows

@@ -18,7 +18,8 @@ from qbe.models import load_model
 from qbe.store import checkpoint
 from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
-from qbe.store.prepare import prepare, quantise_to
+from qbe.store.prepare import prepare
+from qbe.store.quantise import quantise_to
 
 CPU = torch.device("cpu")
 

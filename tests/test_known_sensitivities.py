@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qbe.models import load_model
-from qbe.store import checkpoint, known, kv_table, nesting, prepare, sensitivity_table
+from qbe.store import checkpoint, known, kv_table, nesting, prepare, quantise, sensitivity_table
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 
 CPU = torch.device("cpu")
@@ -44,6 +44,8 @@ def _never(*_: object, **__: object) -> None:
 def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (prepare, "measure_into"),
+        (quantise, "measure_into"),
+        (quantise, "estimate_model"),
         (prepare, "estimate_into"),
         (prepare, "estimate_model"),
         (prepare, "measure_model"),
@@ -70,7 +72,7 @@ def test_known_tables_spare_the_search_and_the_measurement(
     brought = prepare.prepare(tiny_folder, device=CPU, need_sensitivity=False, progress=False)  # as `qbe info` does
     assert vars(brought.table) == vars(measured.table)
     assert _codes(prepare.store_folder(str(tiny_folder), progress=False)) == codes
-    written = prepare.quantise_to(str(tiny_folder), cache / "written", DEFAULT, CPU, progress=False)
+    written = quantise.quantise_to(str(tiny_folder), cache / "written", DEFAULT, CPU, progress=False)
     assert _codes(written) == codes
     assert sensitivity_table.read(written) is not None
     in_memory = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype="auto")
@@ -113,10 +115,10 @@ def test_codes_chosen_on_a_text_have_sensitivities_of_their_own(
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and looked at the dog. " * 400)
     asked = []
-    monkeypatch.setattr(prepare, "measure_into", lambda folder, *_, **__: asked.append(folder))
-    prepare.quantise_to(str(tiny_folder), tmp_path / "out", DEFAULT, CPU, text=text, measure=True, progress=False)
+    monkeypatch.setattr(quantise, "measure_into", lambda folder, *_, **__: asked.append(folder))
+    quantise.quantise_to(str(tiny_folder), tmp_path / "out", DEFAULT, CPU, text=text, measure=True, progress=False)
     assert len(asked) == 1
-    prepare.quantise_to(str(tiny_folder), tmp_path / "estimated", DEFAULT, CPU, text=text, progress=False)
+    quantise.quantise_to(str(tiny_folder), tmp_path / "estimated", DEFAULT, CPU, text=text, progress=False)
     assert sensitivity_table.estimated(tmp_path / "estimated")
     assert checkpoint.read_manifest(tmp_path / "out").known_as is None
 

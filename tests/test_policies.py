@@ -17,7 +17,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import TIERS, Budget
 from qbe.errors import QBEError
-from qbe.policies import allocate as search
+from qbe.allocation import knapsack as search
 from qbe.policies.allocate import allocate
 from qbe.sites import Role, Site, SiteTable
 

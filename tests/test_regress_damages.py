@@ -26,7 +26,7 @@ from qbe.regress.suite import load
 from qbe.regress.target import Target
 from qbe.store.checkpoint import sha256
 from qbe.store.nested_linears import NestedWeightConfig
-from qbe.store.prepare import quantise_to
+from qbe.store.quantise import quantise_to
 from regress_samples import rows, write_suite
 from server_process import save_tiny
 from server_running import Running, running, tiny_engine, tiny_parts

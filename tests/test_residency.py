@@ -34,7 +34,7 @@ from qbe.residency.size import parse_size
 from qbe.residency.slices import StoredSlices
 from qbe.store.expert_use import counting
 from qbe.store.nested_linears import NestedWeightConfig
-from qbe.store.prepare import quantise_to
+from qbe.store.quantise import quantise_to
 from qbe.store.read_limits import ReadLimits
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)

@@ -14,7 +14,7 @@ from moe_models import tiny_moe_folder
 from qbe import Engine
 from qbe.residency.size import parse_size
 from qbe.store.nested_linears import NestedWeightConfig
-from qbe.store.prepare import quantise_to
+from qbe.store.quantise import quantise_to
 from server_running import running
 
 ASK = ("generate", "The house", "--policy", "uniform", "--bits", "8", "--max-tokens", "12", "--greedy", "--kv-tokens",

@@ -24,7 +24,8 @@ from qbe.store.expert_counter import ExpertCounter
 from qbe.store.expert_use import ExpertUse, counting, moved, scaled, top_tenth
 from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
-from qbe.store.prepare import prepare, quantise_to
+from qbe.store.prepare import prepare
+from qbe.store.quantise import quantise_to
 from qbe.store.sensitivity import Sensitivity
 from server_running import running
 

@@ -27,7 +27,7 @@ from models_tiny import TOKENS, tiny_tokenizer
 from qbe.records import Record, RecordStore
 from qbe.refresh.thresholds import Thresholds, save
 from qbe.store.nested_linears import NestedWeightConfig
-from qbe.store.prepare import quantise_to
+from qbe.store.quantise import quantise_to
 
 START_S = 600  # on a busy machine
 LIMIT_S = 60

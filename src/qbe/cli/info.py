@@ -43,7 +43,8 @@ def about(model: str, *, verify: bool = False, trust: bool = False, progress: bo
     made = None if trust else provenance.check(folder, cached=not verify, progress=progress)
     if verify and made is None:
         checkpoint.verify(folder)
-    table = prepared.table
+    table, known = prepared.table, sensitivity_table.read(folder)
+    check = None if known is None else known.check
     manifest = checkpoint.read_manifest(folder)
     weights = [weight for _, _, weight in nested_linears(prepared.model)]
     experts = [matrices for _, matrices in nested_experts(prepared.model)]
@@ -72,6 +73,7 @@ def about(model: str, *, verify: bool = False, trust: bool = False, progress: bo
             "bits_per_weight": round(8 * nested_bytes / table.nested_parameters, 4),
             "sensitivity_measured": table.measured,
             "sensitivity_estimated": sensitivity_table.estimated(folder),
+            "allocation_check": None if check is None else check.describe(),
             "kv_sensitivity_measured": table.kv_measured,
             "checksums_verified": verify,
         },
@@ -154,6 +156,20 @@ def _roles(table: SiteTable) -> list[dict[str, Any]]:
     return list(roles.values())
 
 
+def check_table(check: dict[str, Any]) -> Table:
+    """What a store's assignments were measured to do (`qbe.store.checked`), for a terminal."""
+    read = f"{check['passages']} passages of {check['tokens']} tokens"
+    rows = Table(title=f"divergence of assignments, {read}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("bits", "predicted", "measured", "uniform", "ratio", "95 %", "uncorrected"):
+        rows.add_column(column, justify="right")
+    for row in check["averages"]:
+        rows.add_row(
+            f"{row['bits']:.4g}", f"{row['predicted']:.3g}", f"{row['measured']:.3g}", f"{row['uniform']:.3g}",
+            f"{row['ratio']:.2f}", f"{row['low']:.2f} to {row['high']:.2f}", f"{row['uncorrected']:.2f}",
+        )  # fmt: skip
+    return rows
+
+
 def render(described: dict[str, Any]) -> RenderableType:
     """The result of `about` for a terminal."""
     store, machine = described["store"], described["hardware"]
@@ -184,6 +200,7 @@ def render(described: dict[str, Any]) -> RenderableType:
             f"{store['bits_per_weight']:.3f} bits a weight"
         ),
         Text(f"  in {store['folder']}; {', '.join(measured)}"),
+        *([check_table(store["allocation_check"])] if store["allocation_check"] else []),
         *_seen(described["pictures"], described["dtype"]),
         *_provenance(described["provenance"]),
         Text(

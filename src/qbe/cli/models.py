@@ -49,8 +49,8 @@ def quantize(
     from qbe.engine.devices import pick_device
     from qbe.hardware import detect
     from qbe.store.nested_linears import NestedWeightConfig
-    from qbe.store.prepare import quantise_to
     from qbe.store.provenance import tried_on
+    from qbe.store.quantise import quantise_to
 
     try:
         widths = tuple(int(s) for s in slices.split(","))
@@ -70,6 +70,10 @@ def quantize(
             f"wrote {output}: {store['nested_sites']} sites, {store['bits_per_weight']:.2f} bits a weight",
             highlight=False,
         )
+        if store["allocation_check"]:
+            from qbe.cli.info import check_table
+
+            out.print(check_table(store["allocation_check"]))
 
 
 def pull(

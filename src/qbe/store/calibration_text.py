@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -26,6 +26,7 @@ TOKENS = 32768  # that codes are chosen on, at most
 FEWEST = 1024
 WINDOW = 1024  # tokens of a forward pass
 CHARACTERS = 16  # read for each token: no tokenizer needs as many
+HELD_OUT = 64  # tokens of each passage that assignments are checked on
 TYPICAL = 6  # characters that hold a token of most texts
 _MARK = re.compile(r"^=== \w+\n", re.MULTILINE)
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many there are
@@ -98,21 +99,47 @@ class CalibrationText:
         Raises:
             QBEError: a tokenizer that makes next to no tokens of it, or some that `model` does not know.
         """
-        count, tokens = amount
-        if model is not None:
-            config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
-            tokens = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
+        count, tokens = amount[0], _within(amount[1], model)
         order = list(range(len(self.passages)))
         if longest:
             order.sort(key=lambda i: len(self.passages[i]) < TYPICAL * tokens)
-        rows, row = list[list[int]](), list[int]()
-        for i in order:
-            row = (row + self._excerpt(i, tokenizer, tokens))[:tokens]
+        return self._tensor(self._rows(tokenizer, count, tokens, order)[0], model)
+
+    def held_out(self, tokenizer: Any, count: int, model: nn.Module | None = None) -> torch.Tensor:
+        """int64 [segments, tokens] that `sensitivity` does not read: of the passages after those that it reads, and
+        where these are too few from the other half of long ones among those.
+
+        Args:
+            count: segments at most; fewer, or none, where the text has no more.
+
+        Raises:
+            QBEError: as `segments`.
+        """
+        read, tokens = self.amounts.sensitivity, _within(HELD_OUT, model)
+        used = self._rows(tokenizer, read[0], _within(read[1], model), range(len(self.passages)))[1]
+        rows = self._rows(tokenizer, count, tokens, range(used, len(self.passages)))[0]
+        rows = [row for row in rows if len(row) == tokens]
+        if len(rows) < count:
+            long = [i for i in range(used) if len(self.passages[i]) >= 4 * TYPICAL * tokens]
+            rows += self._rows(tokenizer, count - len(rows), tokens, long, 0.5)[0]
+        rows = [row for row in rows if len(row) == tokens]
+        return self._tensor(rows, model) if rows else torch.empty(0, tokens, dtype=torch.int64)
+
+    def _rows(
+        self, tokenizer: Any, count: int, tokens: int, order: Sequence[int], shift: float = 0.0
+    ) -> tuple[list[list[int]], int]:
+        """Up to `count` rows of `tokens` token ids from passages in this order, and how many of them were read; where
+        they do not fill one row, that one, shorter."""
+        rows, row, used = list[list[int]](), list[int](), 0
+        for used, i in enumerate(order, 1):  # noqa: B007
+            row = (row + self._excerpt(i, tokenizer, tokens, shift))[:tokens]
             if len(row) == tokens:
                 rows, row = [*rows, row], []
             if len(rows) == count:
                 break
-        rows = rows or [row]
+        return rows or [row], used
+
+    def _tensor(self, rows: list[list[int]], model: nn.Module | None) -> torch.Tensor:
         if len(rows[0]) < 2:
             raise QBEError("the tokenizer of this model turns the calibration text into fewer than 2 tokens")
         found = torch.tensor(rows)
@@ -147,11 +174,23 @@ class CalibrationText:
             share = -(-TOKENS // len(self.passages))
             yield from (self._excerpt(i, tokenizer, share) for i in range(len(self.passages)))
 
-    def _excerpt(self, i: int, tokenizer: Any, tokens: int) -> list[int]:
-        """Some tokens of a passage; of each passage at another place, because conversations begin alike."""
+    def _excerpt(self, i: int, tokenizer: Any, tokens: int, shift: float = 0.0) -> list[int]:
+        """Some tokens of a passage; of each passage at another place, because conversations begin alike.
+
+        Args:
+            shift: moves that place by this share of the passage.
+        """
         passage = self.passages[i]
-        start = int(max(0, len(passage) - TYPICAL * tokens) * (i * _GOLDEN % 1))
+        start = int(max(0, len(passage) - TYPICAL * tokens) * ((i * _GOLDEN + shift) % 1))
         return _ids(tokenizer, passage[start : start + CHARACTERS * tokens])[:tokens]
+
+
+def _within(tokens: int, model: nn.Module | None) -> int:
+    """So many tokens, or the model's context."""
+    if model is None:
+        return tokens
+    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    return min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
 
 
 def template_digest(tokenizer: Any) -> str | None:

@@ -247,11 +247,16 @@ class Layerwise:
             # Here, while what is between the layers is on the device.
             return logits.detach(), torch.autograd.grad((logits * weights).sum(), states)[0]
 
-    def logits(self, passed: Pass, states: torch.Tensor) -> torch.Tensor:
-        """Logits `[rows, vocabulary]` of other states than the last layer returned, `[texts, tokens, hidden]`."""
-        last = passed.outputs[-1]
+    def logits(self, passed: Pass, states: torch.Tensor, text: int | None = None) -> torch.Tensor:
+        """Logits `[rows, vocabulary]` of other states than the last layer returned, `[texts, tokens, hidden]`.
+
+        Args:
+            text: of this one alone; None: of all.
+        """
+        some = slice(None) if text is None else slice(text, text + 1)
+        last, states = passed.outputs[-1], states[some]
         outputs = [*passed.outputs[:-1], states if isinstance(last, torch.Tensor) else (states, *last[1:])]
-        ids = passed.tokens.to(self._embedding.weight.device)
+        ids = passed.tokens[some].to(self._embedding.weight.device)
         with torch.no_grad(), self._ready(), replay(self.layers, outputs):
             logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
             return logits

@@ -17,8 +17,10 @@ from qbe.models import load_model
 from qbe.models.gguf_split import part_files
 from qbe.progress import bar
 from qbe.sites import KVSite, SiteTable, TextDifficulty
-from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
+from qbe.store import checkpoint, expert_use, kv_sensitivity, kv_table, sensitivity, sensitivity_table
+from qbe.store.allocation_check import checked
 from qbe.store.calibration_text import CalibrationText, built_in
+from qbe.store.expert_use import with_use
 from qbe.store.native_products import measure_native
 from qbe.store.nesting import with_store
 from qbe.store.placement import place
@@ -31,12 +33,16 @@ SEGMENTS = 8
 
 
 def measure_into(
-    folder: Path, path: Path, name: str, device: torch.device, text: CalibrationText | None = None, *, progress: bool
-) -> Sensitivity:
+    folder: Path, path: Path, name: str, device: torch.device, text: CalibrationText | None = None,
+    check: bool = False, *, progress: bool,
+) -> Sensitivity:  # fmt: skip
     """Measures the sensitivities of the model at `path` with the store in `folder`, and writes them there.
 
     Those of weights stay as they are where they were measured before: then it is the KV cache's that are outdated.
     In float32 when that fits into memory: the rounding of a bfloat16 pass is larger than what 8 bits do to one site.
+
+    Args:
+        check: check what is measured, and correct it (`qbe.store.allocation_check`).
     """
     loaded = load_model(path, dtype="float32" if _fits_in_float32(path, device) else "auto", progress=progress)
     table = tag(loaded.model, name=name)
@@ -49,6 +55,9 @@ def measure_into(
     measured = sensitivity_table.read(folder)
     if measured is None:
         measured = measure_model(loaded.model, loaded.tokenizer, table, text, progress=progress)
+        if check:
+            table = with_use(table, expert_use.read(folder))
+            measured = checked(loaded.model, loaded.tokenizer, table, measured, device, text, progress=progress)
         sensitivity_table.write(folder, measured, about)  # last: where it is, both are
     return measured
 

@@ -22,6 +22,7 @@ from qbe.errors import QBEError
 from qbe.kernels.reference.activations import precision_byte, precision_word
 from qbe.kernels.reference.difficulty import difficulty
 from qbe.sites import FULL_BITS, Site, SiteTable, TextDifficulty
+from qbe.store.checked import AllocationCheck
 from qbe.store.experts import nested_experts
 from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_tensor import NestedTensor
@@ -44,6 +45,7 @@ class Sensitivity:
         native: site name -> format -> KL of its product in that format (`qbe.store.native_products`); empty when not
             measured.
         text: how hard the built-in text is to predict; None when not measured.
+        check: what assignments by `weights`, then corrected, were measured to do; None where nobody checked them.
     """
 
     weights: Measured
@@ -51,6 +53,7 @@ class Sensitivity:
     difficult_entropy: float | None = None
     native: dict[str, dict[str, float]] = field(default_factory=dict)
     text: TextDifficulty | None = None
+    check: AllocationCheck | None = None
 
 
 def measure(

@@ -11,6 +11,7 @@ from typing import Any
 
 from qbe.errors import QBEError
 from qbe.sites import TextDifficulty
+from qbe.store.checked import AllocationCheck
 from qbe.store.provenance import write_beside
 from qbe.store.sensitivity import Sensitivity
 
@@ -28,6 +29,8 @@ def write(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None
     }
     if measured.text is not None:
         tables["text"] = asdict(measured.text)
+    if measured.check is not None:
+        tables["check"] = measured.check.describe()
     write_beside(folder, NAME, json.dumps(tables, indent=1) + "\n")
 
 
@@ -35,6 +38,15 @@ def add_text(folder: Path, text: TextDifficulty) -> None:
     """Adds how hard the built-in text is to a table without it. Raises QBEError when the disk refuses."""
     tables = json.loads((folder / NAME).read_text())
     write_beside(folder, NAME, json.dumps({**tables, "text": asdict(text)}, indent=1) + "\n")
+
+
+def add_check(folder: Path, checked: Sensitivity) -> None:
+    """Replaces the sensitivities of weights by corrected ones, and adds the check. Raises QBEError when the disk
+    refuses."""
+    assert checked.check is not None
+    tables = json.loads((folder / NAME).read_text())
+    new = {"kl": _rounded(checked.weights), "check": checked.check.describe()}
+    write_beside(folder, NAME, json.dumps({**tables, **new}, indent=1) + "\n")
 
 
 def estimated(folder: Path) -> bool:
@@ -50,8 +62,8 @@ def _rounded(measured: Mapping[str, Mapping[Any, float]]) -> dict[str, dict[str,
 
 
 def read(folder: Path) -> Sensitivity | None:
-    """What was measured of a checkpoint; None when nothing was. Older folders lack the text's difficulty, native
-    products, or all but weights.
+    """What was measured of a checkpoint; None when nothing was. Older folders lack the check, the text's difficulty,
+    native products, or all but weights.
 
     Raises:
         QBEError: the file is damaged.
@@ -77,6 +89,7 @@ def read(folder: Path) -> Sensitivity | None:
             raise ValueError("a value is not a finite number")
         if text is not None and len(text.entropies) != len(text.margins):
             raise ValueError("the text has fewer margins than entropies, or more")
-        return Sensitivity(weights, activations, entropy, native, text)
+        check = None if raw.get("check") is None else AllocationCheck.read(raw["check"])
+        return Sensitivity(weights, activations, entropy, native, text, check)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error
