@@ -3,10 +3,10 @@
 Measured are, on passages that sensitivities were not made on, each gear everywhere and the assignments by sensitivities
 as they are, at several averages. Corrections (`qbe.store.correction`) are fitted to these, and the assignments by
 corrected sensitivities are measured in turn; those of two averages no fit ever sees. Mostly that is all: what is
-predicted is what is measured, and no gear everywhere does better at its average. Where that does not hold, each group
-of sites is lowered by itself, too, and the fit is repeated with all that is known; where the same gear everywhere does
-better, sensitivities of the gears in question are blended with uniform damage, in the end to nothing else. What is kept
-are the sensitivities whose assignments measured best.
+predicted is what is measured, and no gear everywhere does better at its average. Where that does not hold, the fit is
+repeated with all that is known; where it is far off, each group of sites is lowered by itself, too; where the same gear
+everywhere does better, sensitivities of the gears in question are blended with uniform damage, in the end to nothing
+else. What is kept are the sensitivities whose assignments measured best, those as they were among them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from qbe.progress import bar
 from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.calibration_text import HELD_OUT, CalibrationText, built_in
 from qbe.store.checked import AllocationCheck, CheckedAverage
-from qbe.store.correction import LEAST, Assignment, Fit, fit
+from qbe.store.correction import LEAST, Assignment, Fit, fit, unchanged
 from qbe.store.mixtures import divergences
 from qbe.store.sensitivity import Sensitivity, decoder_layers
 
 AGREE = 0.1  # relative difference of prediction and measurement that is accepted
+WRONG = 0.25  # that, or so much more than uniform bits, from which on groups are looked at
 EVEN = 1 + 1e-9  # times what uniform bits do
 BLENDS = (0.0, 0.3, 0.6, 1.0)  # of uniform damage, that are tried in turn
 ROUNDS = len(BLENDS) + 1
@@ -179,17 +180,23 @@ def search(table: SiteTable, measure: Callable[[Sequence[Assignment]], Numbers])
     known.add([*map(known.everywhere, known.gears), *first])
     trier.start(known, first)
     at = [0] * len(known.gears)  # place of each gear's blend
-    tried = [trier.tried(known, (BLENDS[0],) * len(at), PRIORS[0])]
+    tried = [trier.unchanged(known, first)]
+    if not tried[0].holds:
+        tried.append(trier.tried(known, (BLENDS[0],) * len(at), PRIORS[0]))
+    prior = PRIORS[0]
     for _ in range(ROUNDS):
-        if tried[-1].holds or (len(tried) > 1 and max(tried[-1].worst, tried[-2].worst) <= EVEN):
+        if tried[-1].holds or (len(tried) > 2 and max(tried[-1].worst, tried[-2].worst) <= EVEN):
             break  # a second fit to more of the same seldom predicts better
         for row in tried[-1].averages:
             for i in _in_question(row.bits, known) if row.ratio > EVEN else ():
                 at[i] = min(len(BLENDS) - 1, BLENDS.index(tried[-1].fit.blend[i]) + 1)
-        known.add(probes(table, known.gears))
-        tried.append(trier.tried(known, tuple(BLENDS[i] for i in at), PRIORS[1]))
+        if max(tried[-1].error, tried[-1].worst - 1) > WRONG:
+            known.add(probes(table, known.gears))
+            prior = PRIORS[1]
+        tried.append(trier.tried(known, tuple(BLENDS[i] for i in at), prior))
     for prior in (PRIORS[1], 0.0):  # at last uniform bits at every gear's average
         if min(tried, key=Trial.key).worst > EVEN:
+            known.add(probes(table, known.gears))
             tried.append(trier.tried(known, (BLENDS[-1],) * len(at), prior))
     return min(tried, key=Trial.key)
 
@@ -222,6 +229,14 @@ class _Trier:
         assignments = self.assignments(fitted.corrected())
         known.add(assignments)
         self._hide(known, assignments)
+        return self._compared(known, fitted, assignments)
+
+    def unchanged(self, known: Measurements, first: Sequence[tuple[int, ...]]) -> Trial:
+        """The sensitivities as they were, whose assignments are known."""
+        means = np.array([known.rows[a].mean() for a in first])
+        return self._compared(known, unchanged(self.table, self.uniform, first, means), first)
+
+    def _compared(self, known: Measurements, fitted: Fit, assignments: Sequence[tuple[int, ...]]) -> Trial:
         rows = [
             known.compared(bits, a, fitted.predicted(a), ratio)
             for bits, a, ratio in zip(self.averages, assignments, self.before, strict=True)

@@ -16,7 +16,7 @@ corrections have to be that, too:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -46,6 +46,20 @@ def group_of(site: Site, layers: int) -> tuple[str, int]:
     else:
         kind = "experts" if site.role is Role.MOE_EXPERT else "ssm"
     return kind, site.layer * THIRDS // max(1, layers)
+
+
+def unchanged(
+    table: SiteTable, uniform: Mapping[int, float], assignments: Sequence[Assignment], measured: Numbers
+) -> Fit:  # fmt: skip
+    """One factor for all, so that nothing but the level of predictions changes."""
+    start = Fit(table, uniform, (0.0,) * len(uniform))
+    own = np.array([[s.sensitivity.get(g, 0.0) for g in start.gears] for s in table.nested]).clip(0.0).sum(0)
+    back = own / np.maximum(start.blended.sum(0), LEAST)
+    plain = Fit(table, uniform, start.blend, np.tile(back, (int(start.groups.max()) + 1, 1)))
+    told = np.maximum([plain.predicted(a) for a in assignments], LEAST)
+    assert plain.factors is not None
+    level = np.exp(np.median(np.log(np.maximum(measured, LEAST) / told)))
+    return replace(plain, factors=plain.factors * level)
 
 
 @dataclass(frozen=True)

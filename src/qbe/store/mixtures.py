@@ -102,7 +102,9 @@ class _Layers:
         if set(self._places) - there:
             raise NotLayered
         # `Layerwise` puts originals in the place of nested weights while a layer is there.
-        self._nested: dict[str, Any] = {s.name: model.get_submodule(s.name).weight for s in table.nested if s.expert is None}
+        self._nested: dict[str, Any] = {
+            s.name: model.get_submodule(s.name).weight for s in table.nested if s.expert is None
+        }
 
     def divergences(self, tokens: torch.Tensor, assignments: Sequence[Assignment], step: Callable[[], None]) -> Numbers:
         states: list[torch.Tensor] = []
