@@ -91,7 +91,8 @@ def test_the_grammar_library_keeps_to_each_keyword_or_refuses_it() -> None:
 
 
 @pytest.mark.parametrize("schema", [
-    {"dependencies": 3}, {"extends": 3}, {"extends": [1]}, {"disallow": {"type": 3}}, {"properties": {"a": {"allOf": 3}}}
+    {"dependencies": 3}, {"extends": 3}, {"extends": [1]}, {"disallow": {"type": 3}},
+    {"properties": {"a": {"allOf": 3}}},
 ])  # fmt: skip
 def test_what_is_no_schema_is_one_line(schema: Any) -> None:
     with pytest.raises(APIError) as e:
