@@ -17,13 +17,16 @@ setup: $(READY) ## the environment in .venv, from pinned versions
 # imported, Python compiles then. The extension is built with the pinned setuptools, and again when its source has
 # changed: every process with a fresh cache would compile a stale one.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-$(READY): pyproject.toml constraints.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
+# Clients that pin other versions lie in a folder of their own, for the tests that run them.
+$(READY): pyproject.toml constraints.txt constraints-clients.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
 	$(BIN)/python setup.py --quiet build_ext --inplace > $(VENV)/build.log 2>&1 & compiling=$$!; \
 	trap 'kill $$compiling 2> /dev/null' EXIT; \
 	$(BIN)/python scripts/requirements.py dev > $(VENV)/requirements.txt && \
 	$(PIP) torch && $(PIP) -r $(VENV)/requirements.txt && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade \
+	  --target $(VENV)/clients -r constraints-clients.txt && \
 	wait $$compiling && trap - EXIT || { cat $(VENV)/build.log; exit 1; }
 	$(PIP) --no-build-isolation --no-deps -e .
 	touch $(READY)

@@ -75,6 +75,8 @@ def changed(
         ("bloom", "attention.max_alibi_bias", 4.0),
         ("gemma2", "rope.freq_base_swa", 7.0),
         ("gemma3", "attn_logit_softcapping", 5.0),
+        ("gemma2", "attention.scale", 0.3),
+        ("gemma3", "attention.scale", 0.3),
         ("minimax-m2", "expert_gating_func", 1),
         ("phi3", "rope.scaling.yarn_log_multiplier", 0.5),
         ("phi3-longrope", "rope.scaling.factor", 4.0),
@@ -124,6 +126,7 @@ def test_keys_without_meaning_change_nothing(tmp_path: Path, monkeypatch: pytest
         w.file.add_uint32("tokenizer.ggml.fim_pre_token_id", 3)
         w.file.add_uint32("tokenizer.ggml.padding_token_id", 0)
         w.file.add_bool("tokenizer.ggml.add_sep_token", False)
+        w.file.add_bool("tokenizer.ggml.add_space_prefix", True)  # this is byte-pair encoding
 
     neutral = {
         "expert_count": 0, "expert_used_count": 0, "attention__causal": True, "logit_scale": 1.0,
@@ -131,7 +134,10 @@ def test_keys_without_meaning_change_nothing(tmp_path: Path, monkeypatch: pytest
         "rope__scaling__finetuned": False, "attention__scale": 24**-0.5, "attention__head_count_kv": [2, 2, 2],
         "rope__scaling__original_context_length": 64, "rope__scaling__attn_factor": 1.0,
     }  # fmt: skip
-    same(changed(tmp_path / "m.gguf", monkeypatch, add, **neutral), tiny(FAMILIES["llama"][1]()))
+    path = changed(tmp_path / "m.gguf", monkeypatch, add, **neutral)
+    same(path, tiny(FAMILIES["llama"][1]()))
+    _, tokenizer = load_config_and_tokenizer(path)
+    assert tokenizer.encode("abc") == tiny_tokenizer().encode("abc")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +210,14 @@ def test_an_attention_scale_of_its_own(tmp_path: Path) -> None:
     config.query_pre_attn_scalar = 50
     original = tiny(config)
     same(write(tmp_path / "m.gguf", "gemma2", original, attention__scale=50**-0.5), original)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_caps_of_whole_numbers(family: str, tmp_path: Path) -> None:
+    architecture, config = FAMILIES[family]
+    capped = config()
+    capped.final_logit_softcapping = 3.0
+    same(write(tmp_path / "m.gguf", architecture, tiny(capped), final_logit_softcapping=3), tiny(capped))
 
 
 def test_windows_of_single_layers(tmp_path: Path) -> None:

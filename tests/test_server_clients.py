@@ -221,6 +221,7 @@ EVERYDAY = {
     "tuple": of({"type": "array", "items": [{"type": "string"}], "additionalItems": False}),
     "patterns": of({"type": "object", "patternProperties": {"^(?=x)": {}}, "additionalProperties": False}),
     "dependencies": of({"type": "string"}, dependencies={"a": ["b"]}),
+    "disallow": of({"type": "string", "disallow": [{"enum": ["x"]}]}), "extends": of({"extends": {"type": "string"}}),
 }  # fmt: skip
 
 
@@ -240,7 +241,7 @@ def test_a_schema_that_refers_to_itself_alone_is_one_line(url: str, schema: dict
     assert "no text that it allows" in error["message"]
 
 
-@pytest.mark.parametrize("name", ["unique", "lookahead", "format", "if", "nowhere"])
+@pytest.mark.parametrize("name", ["unique", "lookahead", "format", "if", "nowhere", "dependencies", "disallow"])
 def test_strict_ones_are_kept_to_or_refused_by_name(url: str, name: str) -> None:
     tools = [WEATHER, {"type": "function", "function": {"name": "odd", "parameters": EVERYDAY[name], "strict": True}}]
     answer = chat(url, tools=tools)
@@ -262,6 +263,18 @@ def test_what_the_grammar_leaves_open_is_checked(url: str) -> None:
         assert answer["usage"]["qbe"]["valid"] == (found[0] != found[1])
         seen.add(found[0] != found[1])
     assert seen == {True, False}
+
+
+def test_keywords_of_draft_3_hold(url: str) -> None:
+    """What of them a grammar can hold does; the rest is checked."""
+    schema = of({"type": "integer", "divisibleBy": 7, "minimum": 1, "maximum": 20, "disallow": [{"enum": [14]}]},
+                additionalProperties=False)  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    seen = {}
+    for seed in range(12):
+        answer = chat(url, response_format=form, seed=seed, max_tokens=200).json()
+        seen[json.loads(answer["choices"][0]["message"]["content"])["a"]] = answer["usage"]["qbe"]["valid"]
+    assert seen == {7: True, 14: False}
 
 
 @pytest.mark.parametrize("most", [12, 40, 90])

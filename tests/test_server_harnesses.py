@@ -1,12 +1,15 @@
 """What LangChain, lm-evaluation-harness, LlamaIndex and guidellm call by default, against a server process.
 
-The first two are there themselves; the others pin other versions of what is installed, so their requests are sent as
-their source writes them (llama-index-llms-openai 0.8.3, guidellm 0.8.1).
+All are there themselves. The last two pin older versions of what is installed, and run as processes that find theirs
+first (constraints-clients.txt).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,35 +112,59 @@ def test_lm_eval_chats(tiny_server_url: str, tmp_path: Path) -> None:
     assert len(api.generate_until([instance("generate_until", asked, until)])) == 1
 
 
-def test_llama_index(tiny_server_url: str) -> None:
-    """`OpenAILike(model=…, api_base=…)`: `chat`, `complete`, their streams, and `chat_with_tools`."""
-    api: Any = openai.OpenAI(base_url=f"{tiny_server_url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
-    given: Any = {"model": "model", "temperature": 0.1, "max_tokens": 4}
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    assert api.chat.completions.create(messages=messages, stream=False, **given).choices[0].message.content is not None
-    assert [c.choices[0].delta for c in api.chat.completions.create(messages=messages, stream=True, **given)]
-    assert api.completions.create(prompt="hi", stream=False, **given).usage.total_tokens
-    assert [c.choices[0].text for c in api.completions.create(prompt="hi", stream=True, **given)]
-    tool = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
-    asked = given | {"max_tokens": 200, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
-    call = api.chat.completions.create(messages=messages, stream=False, **asked).choices[0].message
-    back = [*messages, {"role": "assistant", "content": None, "tool_calls": [c.to_dict() for c in call.tool_calls]},
-            {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": call.tool_calls[0].id}]  # fmt: skip
-    assert api.chat.completions.create(messages=back, stream=False, **given).choices
+ROOT = Path(__file__).parents[1]
+CLIENTS = ROOT / ".venv" / "clients"  # made by `make setup`
+ENDS_S = 300  # these import for most of their time
+
+
+def client(*arguments: str | Path, cwd: Path) -> None:
+    """A program that finds the packages of constraints-clients.txt first; it must end with 0."""
+    if not CLIENTS.exists():
+        pytest.skip(f"needs {CLIENTS.relative_to(ROOT)}: make setup")
+    environment = dict(os.environ, PYTHONPATH=str(CLIENTS), HF_HUB_OFFLINE="1", NO_COLOR="1",
+                       GUIDELLM__MAX_WORKER_PROCESSES="1", OMP_NUM_THREADS="1")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], env=environment, cwd=cwd, capture_output=True, text=True,
+        timeout=ENDS_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_llama_index(tiny_server_url: str, tmp_path: Path) -> None:
+    client(ROOT / "tests/clients_llama_index.py", tiny_server_url, cwd=tmp_path)
+
+
+def test_guidellm_measures(tiny_server_url: str, tmp_path: Path) -> None:
+    """Its profile `sweep` of size 2: requests one after the other, then all at once."""
+    _, tokenizer = tiny_parts()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    client(
+        "-m", "guidellm", "run", "--backend", f"kind=openai_http,target={tiny_server_url}",
+        "--profile", "kind=sweep,sweep_size=2", "--constraint", "kind=max_requests,count=3",
+        "--data", "kind=synthetic_text,prompt_tokens=8,output_tokens=5",
+        "--tokenizer", f"kind=hf_auto,model={tmp_path / 'tokenizer'}",
+        "--output", "kind=json,path=out.json", "--disable-console", cwd=tmp_path,
+    )  # fmt: skip
+    found = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
+    assert [b["config"]["strategy"]["type_"] for b in found] == ["synchronous", "throughput"]
+    for one in found:
+        assert not one["requests"]["errored"]
+        assert not one["requests"]["incomplete"]
+        assert [r["output_tokens"] for r in one["requests"]["successful"]] == [5, 5, 5]
+        assert all(r["time_to_first_token_ms"] > 0 for r in one["requests"]["successful"])
 
 
 GUIDE: Any = {"stop": None, "ignore_eos": True}
 USAGE: Any = {"include_usage": True, "continuous_usage_stats": True}
-PART: Any = [{"role": "user", "content": [{"type": "text", "text": "some words"}]}]
 
 
 @pytest.mark.parametrize(("path", "body"), [
     ("completions", {"prompt": "some words", "max_tokens": 5, "stream_options": USAGE}),
-    ("chat/completions", {"messages": PART, "max_completion_tokens": 5, "stream_options": USAGE}),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "some words"}]}],
                    "max_output_tokens": 5}),
 ])  # fmt: skip
-def test_guidellm(tiny_server_url: str, path: str, body: dict[str, Any]) -> None:
+def test_guidellms_other_paths(tiny_server_url: str, path: str, body: dict[str, Any]) -> None:
+    """What it sends where it is told to use another path than chats, as guidellm 0.8.1's source writes it."""
     assert httpx2.get(f"{tiny_server_url}/health", timeout=LIMIT_S).status_code == 200
     model = httpx2.get(f"{tiny_server_url}/v1/models", timeout=LIMIT_S).json()["data"][0]["id"]
     sent = {"model": model, "stream": True, **GUIDE, **body}

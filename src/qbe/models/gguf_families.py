@@ -84,8 +84,10 @@ def _gemma_head(keys: Keys, fields: Fields, layers_of_27b: int | None) -> int:
         scalar = round(scale**-2, 3)
     if layers_of_27b is None:
         keys.same("attention.scale", size**-0.5)
+    elif scalar != int(scalar):
+        keys.refuse("attention.scale", f"1/sqrt({scalar:g}), and this architecture takes the root of a whole number")
     else:
-        fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+        fields["query_pre_attn_scalar"] = int(scalar)
     return size
 
 
@@ -104,8 +106,8 @@ def _gemma2(keys: Keys) -> Fields:
         "model_type": "gemma2",
         "sliding_window": keys.count("attention.sliding_window", 4096),
         "layer_types": windows(keys, fields["num_hidden_layers"], 2),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0) or None,
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
+        "attn_logit_softcapping": float(keys.number("attn_logit_softcapping", 50.0)) or None,
+        "final_logit_softcapping": float(keys.number("final_logit_softcapping", 30.0)) or None,
     }
 
 
@@ -120,7 +122,7 @@ def _gemma3(keys: Keys) -> Fields:
         "rope_parameters": {"full_attention": rope_parameters(keys, size), "sliding_attention": local},
         "sliding_window": window or 4096,
         "layer_types": layers if window else ["full_attention"] * len(layers),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": float(keys.number("final_logit_softcapping", 0.0)) or None,
     }
 
 

@@ -21,7 +21,8 @@ _NO_MEANING = re.compile(
     r"|tokenizer\.huggingface\.json|tokenizer\.ggml\.(seperator|mask|cls|prefix|suffix|middle|fim_\w+)_token_id"
     r"|tokenizer\.ggml\.token_type_count"
 )
-# What `qbe.models.gguf_tokenizer` reads.
+# What `qbe.models.gguf_tokenizer` reads. `add_space_prefix` means something for SentencePiece alone: llama.cpp's
+# byte-pair encoding (`llama_vocab::impl::tokenize`) puts no space before a text, whatever the key says.
 _TOKENIZER = re.compile(
     r"tokenizer\.ggml\.(model|pre|tokens|token_type|scores|merges|precompiled_charsmap|add_bos_token|add_eos_token"
     r"|add_space_prefix|(bos|eos|eot|eom|unknown|padding)_token_id)|tokenizer\.chat_templates?(\..+)?"

@@ -33,7 +33,7 @@ def _wrong(tokenizer: LLTokenizer, grammar: str) -> str | None:
 
 
 def _matches(schema: dict[str, object], text: str) -> bool | None:
-    from jsonschema import Draft202012Validator, validators  # only where something has to be checked
+    from jsonschema import Draft202012Validator  # only where something has to be checked
     from referencing import Registry
 
     try:
@@ -41,8 +41,8 @@ def _matches(schema: dict[str, object], text: str) -> bool | None:
     except ValueError:
         return False
     try:
-        kind = validators.validator_for(schema, Draft202012Validator)
-        return bool(kind(schema, registry=Registry()).is_valid(value))  # of references none leaves the schema
+        # Schemas are in this dialect by now, whatever `$schema` says; of references none leaves the schema.
+        return bool(Draft202012Validator(schema, registry=Registry()).is_valid(value))
     except Exception:  # a schema that is none, or a reference to nowhere
         return None
 

@@ -66,6 +66,7 @@ def _normal(schema: Any, param: str, path: str) -> Any:
         raise _no_schema(param, path, "must be an object")
     new: Schema = {k: v for k, v in schema.items() if v is not None or k in ("const", "default")}
     new.pop("x-guidance", None)  # the grammar library's own options
+    _older(new, param, path)
     for key in _ONE:
         if key in new and not (key == "items" and isinstance(new[key], list)):
             new[key] = _normal(new[key], param, f"{path}/{key}")
@@ -85,12 +86,57 @@ def _normal(schema: Any, param: str, path: str) -> Any:
             if not isinstance(new[key], dict):
                 raise _no_schema(param, f"{path}/{key}", "must be an object")
             new[key] = {name: _normal(part, param, f"{path}/{key}/{name}") for name, part in new[key].items()}
-    if isinstance(new.get("required"), bool):  # of draft 3
-        del new["required"]
-    elif not isinstance(new.get("required", []), list) or not all(isinstance(r, str) for r in new.get("required", [])):
+    if not isinstance(new.get("required", []), list) or not all(isinstance(r, str) for r in new.get("required", [])):
         raise _no_schema(param, f"{path}/required", "must be a list of names")
     _bounds(new)
     return _types(new, param, path)
+
+
+def _older(schema: Schema, param: str, path: str) -> None:
+    """Keywords of older drafts as those of 2020-12, which the grammar library and the check of answers know.
+
+    Both pass over a keyword that they do not know without a word.
+    """
+    if isinstance(schema.get("required"), bool):  # of draft 3, about the property itself
+        del schema["required"]
+    properties = schema.get("properties")
+    needed = [n for n, s in properties.items() if _is_required(s)] if isinstance(properties, dict) else []
+    if needed and isinstance(schema.get("required", []), list):
+        schema["required"] = list(dict.fromkeys([*schema.get("required", []), *needed]))
+    rules: list[Schema] = []
+    if "divisibleBy" in schema:
+        rules.append({"multipleOf": schema.pop("divisibleBy")})
+    for disallowed in _listed(schema.pop("disallow", [])):
+        if isinstance(disallowed, dict):
+            rules.append({"not": disallowed})
+        elif disallowed in ("any", *_TYPES):  # what is no type forbids nothing
+            rules.append({"not": {"type": disallowed}})
+    if schema.get("$recursiveRef") == "#":  # of 2019-09: this schema
+        rules.append({"$ref": schema.pop("$recursiveRef")})
+    schema.pop("$recursiveAnchor", None)
+    for rule in rules:  # beside the schema's own, where there is one
+        if schema.keys() & rule:
+            schema["allOf"] = [*_listed(schema.get("allOf", [])), rule]
+        else:
+            schema |= rule
+    if "extends" in schema:
+        schema["allOf"] = [*_listed(schema.get("allOf", [])), *_listed(schema.pop("extends"))]
+    dependencies = schema.pop("dependencies", {})
+    if not isinstance(dependencies, dict):
+        raise _no_schema(param, f"{path}/dependencies", "must be an object")
+    for name, wanted in dependencies.items():
+        names = isinstance(wanted, str | list)
+        others = schema.setdefault("dependentRequired" if names else "dependentSchemas", {})
+        if isinstance(others, dict):
+            others.setdefault(name, _listed(wanted) if names else wanted)
+
+
+def _is_required(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("required") is True
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _bounds(schema: Schema) -> None:
