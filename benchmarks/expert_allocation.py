@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from qbe.blueprint import Blueprint
 from qbe.allocation import knapsack as search
+from qbe.blueprint import Blueprint
 from qbe.policies.allocate import allocate
 from qbe.sites import Role, Site, SiteTable
 from qbe.store.plan import Plan

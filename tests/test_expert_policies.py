@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qbe import policies
+from qbe.allocation import knapsack as search
+from qbe.allocation import lagrangian
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint, tokens_by_bits
 from qbe.budget import Budget
 from qbe.errors import QBEError
-from qbe.allocation import knapsack as search
-from qbe.allocation import lagrangian
 from qbe.policies.allocate import allocate
 from qbe.sites import FULL_BITS, Role, Site, SiteTable
 from qbe.store.shared_rows import SharedRows

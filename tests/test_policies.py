@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qbe import policies
+from qbe.allocation import knapsack as search
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import TIERS, Budget
 from qbe.errors import QBEError
-from qbe.allocation import knapsack as search
 from qbe.policies.allocate import allocate
 from qbe.sites import Role, Site, SiteTable
 
