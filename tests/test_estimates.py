@@ -110,7 +110,7 @@ def test_a_model_without_a_chain_of_layers_is_measured(
 
 def test_a_first_start_estimates(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QBE_CACHE", str(tmp_path))
-    monkeypatch.setattr(prepare, "measure_into", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(estimating, "measure_into", lambda *_, **__: pytest.fail("measured"))
     read = prepare.prepare(tiny_folder, device=CPU, progress=False)
     folder = prepare.store_folder(str(tiny_folder), progress=False)
     assert read.table.measured

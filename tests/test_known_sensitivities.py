@@ -43,7 +43,6 @@ def _never(*_: object, **__: object) -> None:
 
 def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
-        (prepare, "measure_into"),
         (quantise, "measure_into"),
         (quantise, "estimate_model"),
         (prepare, "estimate_into"),
