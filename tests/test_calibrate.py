@@ -18,7 +18,7 @@ from qbe.format.packing import pack
 from qbe.kernels.reference import descent as reference
 from qbe.store import calibrate as module
 from qbe.store import checkpoint, descent, kept, tuning
-from qbe.store import prepare as prepare_module
+from qbe.store import quantise as quantise_module
 from qbe.store.calibrate import calibrate, damped, second_moments
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 from qbe.store.nested_tensor import NestedTensor
@@ -189,7 +189,7 @@ def test_dead_inputs_are_rounded_to_nearest() -> None:
 
 
 def test_quantize_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(prepare_module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(quantise_module, "cache_dir", lambda: tmp_path / "cache")
     model = write_folder(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("he said a thing or two, and then another one. " * 200)

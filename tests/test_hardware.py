@@ -15,6 +15,7 @@ from qbe import QBEError
 from qbe.cli.info import hardware, render
 from qbe.cli.main import main
 from qbe.hardware import Family, HardwareProfile, detect, extensions_of
+from qbe.store.checked import AllocationCheck, CheckedAverage
 from qbe.store.native_formats import availability
 from qbe.tier_formats import USUAL_FORMATS, PrecisionTier, tier_formats
 
@@ -223,7 +224,9 @@ def test_the_terminal_fits_80_columns(profile: HardwareProfile) -> None:
         "tiers": {str(t): f.describe() for t, f in tier_formats(profile).items()},
         "native_formats": availability(profile),
     }
+    row = CheckedAverage(4.5, 0.012345, 0.0123, 0.0178, 0.693, 0.644, 0.741, 0.731)
     store = {
+        "allocation_check": AllocationCheck(16, 64, {4: 0.0, 6: 0.3, 8: 1.0}, (row, row)).describe(),
         "slices": [4, 2, 2], "group_size": 64, "nested_sites": 1, "nested_bytes": 1, "bits_per_weight": 8.75,
         "folder": "folder", "sensitivity_measured": True, "kv_sensitivity_measured": False,
     }  # fmt: skip
