@@ -16,12 +16,10 @@
 #define TARGET_BFLOAT16 \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,amx-tile,amx-bf16")))
 
-/* Where the row r of x lies, and how many rows its tile has. */
-INLINE char *tile_line(const Job *j, int64_t r, int64_t *lines) {
-    const Rows *run = &j->by_tiles[j->precision[r]];
-    const int64_t at = r - run->first, tile = at / TILE_LINES, left = run->count - tile * TILE_LINES;
-    *lines = left < TILE_LINES ? left : TILE_LINES;
-    return j->x + (run->first + tile * TILE_LINES) * j->x_bytes + at % TILE_LINES * 64;
+/* Where the row r of x lies. */
+INLINE char *tile_line(const Job *j, int64_t r) {
+    const int64_t first = j->by_tiles[j->precision[r]].first, at = (r - first) % TILE_LINES;
+    return j->x + (r - at) * j->x_bytes + at * 64;
 }
 
 /* The row r of x to its place, zero in padding. */
@@ -30,10 +28,12 @@ TARGET_AVX512 static void load_tile_row(const Job *j, int64_t r) {
     const int64_t group = j->w.kp / j->w.groups;
     const int eight = has_eight(j->words[row]);
     uint16_t rounded[TILED_GROUP];
-    int64_t lines;
-    char *to = tile_line(j, r, &lines);
+    const Rows *run = &j->by_tiles[j->precision[r]];
+    const int64_t left = run->count - (r - run->first) / TILE_LINES * TILE_LINES;
+    const int64_t lines = left < TILE_LINES ? left : TILE_LINES; /* of its tile */
+    char *to = tile_line(j, r);
     for (int64_t g = 0; g < j->w.groups; g++) {
-        const int64_t left = j->k - g * group, count = left < group ? left : group;
+        const int64_t inputs = j->k - g * group, count = inputs < group ? inputs : group;
         const char *from = given_row(j, row) + g * group * 2;
         if (eight) round_row_avx512(from, BFLOAT16, count, group, 1, (char *)rounded), from = (const char *)rounded;
         for (int64_t i = 0; i < group; i += TILE_INPUTS, to += lines * 64) {
@@ -139,8 +139,7 @@ TARGET_BFLOAT16 static void multiply_bfloat16(const Job *j, int at, int64_t n0, 
                                   (int)(left < TILE_LINES ? 0 : left < 2 * TILE_LINES ? left - TILE_LINES : TILE_LINES)};
             if (lines[0] != shaped[0] || lines[1] != shaped[1])
                 shape_bfloat16(shaped[0] = lines[0], (shaped[1] = lines[1]) ? lines[1] : 1);
-            int64_t height;
-            const char *x = tile_line(j, r, &height);
+            const char *x = tile_line(j, r);
             if (outputs == 2) {
                 if (lines[1]) multiply_pair(&t, x, x_tile, lines, panel, panel_tile, r == r0, sums, 1, 1);
                 else multiply_pair(&t, x, x_tile, lines, panel, panel_tile, r == r0, sums, 0, 1);

@@ -237,7 +237,8 @@ static size_t job_bytes(const Job *j, int threads, int backend, int64_t *scratch
     if (backend >= AVX512) {
         floats = int16_floats(w) * int16_tiles(chunk_rows(w->n, w->kp, threads, takes_pairs(backend, rows)), rows);
         if (floats < few_floats(w)) floats = few_floats(w);
-        if (backend == TILES && floats < tile_floats(w) + bfloat16_floats(w)) floats = tile_floats(w) + bfloat16_floats(w);
+        const int tiled = backend == TILES && j->tiled_rows && rows >= j->tiled_rows;
+        if (tiled && floats < tile_floats(w) + bfloat16_floats(w)) floats = tile_floats(w) + bfloat16_floats(w);
     }
 #endif
     if (*scratch < floats) *scratch = floats;
