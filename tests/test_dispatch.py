@@ -35,20 +35,13 @@ def test_a_gpu_multiplies_by_the_kernel_of_the_layout_dtype_and_rows(
     assert on_gpu.linear_kernel(rows, dtype, tiled, original) == kernel
 
 
-def test_few_rows_of_up_to_three_weights_are_one_launch() -> None:
-    assert all(on_gpu.decodes_together(rows, HALF, True, n) for rows in (1, 16) for n in (1, 2, 3))
-    assert not on_gpu.decodes_together(0, HALF, True, 2)
-    assert not on_gpu.decodes_together(17, HALF, True, 2)
-    assert not on_gpu.decodes_together(1, HALF, True, 4)
-    assert not on_gpu.decodes_together(1, torch.float32, True, 2)
-    assert not on_gpu.decodes_together(1, HALF, False, 2)
-
-
-def test_rows_that_may_differ_by_their_company_are_few_up_to_four() -> None:
-    few = [on_gpu.linear_kernel(rows, HALF, True, batch_invariant=False) for rows in (1, 4, 5, 16)]
-    assert few == ["decode", "decode", "batch", "batch"]
-    assert on_gpu.decodes_together(4, HALF, True, 2, batch_invariant=False)
-    assert not on_gpu.decodes_together(5, HALF, True, 2, batch_invariant=False)
+def test_a_kernel_reads_its_rows_in_a_form_of_its_own() -> None:
+    assert {on_gpu.input_form(rows, HALF, True, n) for rows in (1, 16) for n in (1, 2, 3)} == {"quantised"}
+    assert {on_gpu.input_form(rows, HALF, True, 2) for rows in (17, 255)} == {"half"}
+    assert on_gpu.input_form(4, HALF, True, 2, batch_invariant=False) == "quantised"
+    assert on_gpu.input_form(5, HALF, True, 2, batch_invariant=False) == "half"
+    of_none = [(0, HALF, True, 2), (256, HALF, True, 2), (1, HALF, True, 4), (1, torch.float32, True, 2)]
+    assert not any(on_gpu.input_form(*case) for case in [*of_none, (1, HALF, False, 2)])
 
 
 def test_up_to_three_weights_are_one_launch() -> None:

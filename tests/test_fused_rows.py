@@ -11,11 +11,12 @@ from qbe.compile.fuse import FuseRows, fuse
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.register import OPS
+from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.triton.layout import to_device_layout
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, on_device, run_in_interpreter
 
 EPS = 1e-5
-FUSED = {"norm", "add_norm", "gate", "quantised_linears"}
+FUSED = {"norm", "add_norm", "gate", "converted_linears"}
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
@@ -56,6 +57,24 @@ def bytes_of(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
     return quantised(x.reshape(-1, x.shape[-1]).contiguous(), inputs, group)
 
 
+def same_halves(found: torch.Tensor, x: torch.Tensor, words: list[torch.Tensor], inputs: int, group: int) -> bool:
+    """Whether these are the rows for each weight; what fills a part up to 16 bytes is not written."""
+    from qbe.kernels.triton.tiled_half import half_bytes
+    from qbe.kernels.triton.tiled_linear import half_rows
+
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    size, used = half_bytes(len(rows), inputs), len(rows) * (2 * inputs + 4)
+    both = (t.view(len(words), size)[:, :used] for t in (found, half_rows(rows, words, inputs, group)))
+    return torch.equal(*both)
+
+
+def three_words(m: int) -> list[torch.Tensor]:
+    """Of three weights with m rows: 16-bit activations, 8-bit ones, and both in turn."""
+    sixteen, eight = precision_word(4, 16), precision_word(6, 8)
+    rows = ([sixteen] * m, [eight] * m, [(sixteen, eight)[r % 2] for r in range(m)])
+    return [torch.tensor(r, dtype=torch.int32, device=DEVICE) for r in rows]
+
+
 @on_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("m", "k", "inputs", "group"), [(1, 256, 256, 64), (3, 200, 256, 128), (16, 1100, 1280, 64)])
@@ -70,6 +89,12 @@ def test_a_norm_and_its_bytes(m: int, k: int, inputs: int, group: int, dtype: to
     assert INTERPRET or torch.equal(total, x + added)  # the interpreter cuts where a GPU rounds
     near(normed, rms(total, weight))
     assert torch.equal(quantised, bytes_of(normed, inputs, group))
+    for words in (three_words(m), three_words(m)[2:]):
+        total, normed, half = fused_ops.add_norm(x, added, weight, EPS, inputs, group, words)
+        near(normed, rms(total, weight))
+        assert same_halves(half, normed, words, inputs, group)
+    normed, half = fused_ops.norm(x, weight, EPS, inputs, group, words)
+    assert same_halves(half, normed, words, inputs, group)
 
 
 @on_device
@@ -82,6 +107,10 @@ def test_a_gate_and_its_bytes(m: int, k: int, inputs: int, group: int, dtype: to
     gated, quantised = fused_ops.gate(gate, up, inputs, group)
     near(gated, silu(gate) * up)
     assert torch.equal(quantised, bytes_of(gated, inputs, group))
+    for words in three_words(m):
+        again, half = fused_ops.gate(gate, up, inputs, group, [words])
+        assert torch.equal(again, gated)
+        assert same_halves(half, gated, [words], inputs, group)
 
 
 @on_device
@@ -96,6 +125,8 @@ def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
     found = fused_ops.norm(x, weight, EPS, 256, 64)[0]
     assert torch.equal(found[others], before[others])
     assert torch.equal(found[1].isnan(), rms(x, weight)[1].isnan())
+    half = fused_ops.norm(x, weight, EPS, 256, 64, three_words(4))[1]
+    assert same_halves(half, fused_ops.norm(x, weight, EPS, 256, 64)[0], three_words(4), 256, 64)
     found = fused_ops.gate(x, x, 256, 64)[0]
     assert torch.equal(found[others], gated[others])
     assert torch.equal(found[1].isfinite(), (silu(x) * x)[1].isfinite())
@@ -157,7 +188,7 @@ def called(graph: torch.fx.Graph) -> dict[str, int]:
 
 
 @on_device
-@pytest.mark.parametrize(("m", "slices"), [(1, (4, 2, 2)), (5, (3, 1, 1, 1, 2)), (16, (8,))])
+@pytest.mark.parametrize(("m", "slices"), [(1, (4, 2, 2)), (5, (3, 1, 1, 1, 2)), (16, (8,)), (17, (4, 2, 2))])
 def test_a_block_with_what_was_fused(m: int, slices: tuple[int, ...]) -> None:
     torch.manual_seed(m)
     block, x = Block(m, slices), torch.randn(1, m, 192, device=DEVICE).bfloat16()
@@ -166,7 +197,7 @@ def test_a_block_with_what_was_fused(m: int, slices: tuple[int, ...]) -> None:
     fuse(graph.graph, DEVICE)
     graph.graph.lint()
     graph.recompile()
-    assert called(graph.graph) == {"norm": 1, "add_norm": 1, "gate": 1, "quantised_linears": 3}
+    assert called(graph.graph) == {"norm": 1, "add_norm": 1, "gate": 1, "converted_linears": 3}
     for found, expected in zip(graph(x), block(x), strict=True):
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.float().abs().max()))
 
@@ -181,7 +212,7 @@ def test_logits_stay_float32() -> None:
     fuse(graph.graph, DEVICE)
     graph.graph.lint()
     graph.recompile()
-    assert called(graph.graph)["quantised_linears"] == 2
+    assert called(graph.graph)["converted_linears"] == 2
     logits, rounded = graph(x)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, head(rms(x, w)), rtol=0.01, atol=0.02)
@@ -212,7 +243,7 @@ def test_inductor_runs_what_was_fused() -> None:
     with torch.no_grad():
         for found, expected in zip(compiled(x), block(x), strict=True):
             torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.float().abs().max()))
-    assert here.seen == {"norm": 1, "add_norm": 1, "gate": 1, "quantised_linears": 3}
+    assert here.seen == {"norm": 1, "add_norm": 1, "gate": 1, "converted_linears": 3}
 
 
 @on_device
@@ -240,6 +271,6 @@ def test_what_stays_as_it_is() -> None:
     assert left(lambda x: linear(rms(x.mT, w)), torch.randn(1, 192, 3, device=DEVICE).bfloat16())
     assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(2).mean(-2, True) + EPS)).bfloat16() * w), x)
     assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(3).mean(-1, True) + EPS)).bfloat16() * w), x)
-    many = Weight(64, 192, 17)
-    assert left(lambda x: many(rms(x, w)), torch.randn(1, 17, 192, device=DEVICE).bfloat16())
+    many = Weight(64, 192, 256)
+    assert left(lambda x: many(rms(x, w)), torch.randn(1, 256, 192, device=DEVICE).bfloat16())
     assert left(lambda x: linear(rms(x, w.float())), x.float())

@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import silu
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from conftest import tiny_llama
 from covering import FULL
 from qbe.engine.execution import patch_modules
+from qbe.engine.execution.patch_layers import is_pre_norm, patch_layers
 from qbe.engine.execution.patch_projections import patch_projections
 from qbe.kernels.ops.register import OPS
-from qbe.kernels.ops.rms_norm import rms_norm
-from qbe.kernels.ops.rotary import rotate
+from qbe.kernels.ops.rms_norm import add_rms_norm, rms_norm
+from qbe.kernels.ops.rotary import rotate, rotate_both
 from qbe.kernels.ops.swiglu import swiglu
+from qbe.kernels.reference.activations import precision_word
 from qbe.store.nested_linears import nest, nested_linears, set_weight
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.placement import drop_original, tile
@@ -26,7 +28,10 @@ from test_fused_rows import near, rms
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 EPS = 1e-5
-OWN = ("rms_norm", "rotate", "swiglu", "norm", "gate", "nested_linear", "nested_linears", "quantised_linears")
+OWN = (
+    "rms_norm", "add_rms_norm", "rotate", "rotate_both", "swiglu", "norm", "add_norm", "gate", "nested_linear",
+    "nested_linears", "converted_linears",
+)  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16] if CUDA or FULL else [torch.bfloat16]
 
 
@@ -67,6 +72,9 @@ def test_a_norm_is_the_models(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     if len(shape) == 4:  # heads of a product of several projections
         both = torch.cat([x.flatten(2), x.flatten(2)], -1)[..., : x.shape[2] * x.shape[3]].unflatten(-1, x.shape[2:])
         assert torch.equal(rms_norm(both, weight, EPS), found)
+    total, normed = add_rms_norm(x, x.flip(0), weight, EPS)
+    near(total, x + x.flip(0))
+    assert torch.equal(normed, rms_norm(total, weight, EPS))
     alone = rms_norm(x[:, -1:], weight, EPS)
     assert torch.equal(alone, found[:, -1:])  # whatever rows are beside it
 
@@ -85,6 +93,10 @@ def test_rotary_embeddings_are_the_models(heads: int, tokens: int, width: int, d
         found = rotate(given, cos, sin)
         cut = 4 * torch.finfo(dtype).eps if INTERPRET else 0  # the interpreter cuts where a GPU rounds
         torch.testing.assert_close(found, expected, rtol=cut, atol=cut)
+        for keys in (given[:, -1:], given.transpose(2, 3).contiguous().transpose(2, 3)):
+            both = rotate_both(given, keys, cos, sin)
+            assert torch.equal(both[0], found)
+            assert torch.equal(both[1], rotate(keys, cos, sin))
 
 
 @on_device
@@ -99,9 +111,9 @@ def test_a_gate_is_the_models(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     near(found, silu(gate) * up)
 
 
-def tiled_llama() -> nn.Module:
+def tiled_llama(layers: int = 1) -> nn.Module:
     """A bfloat16 model whose linear weights are as a GPU has them, each row of a step at bits of its own."""
-    model = tiny_llama(hidden_size=256, intermediate_size=256, num_hidden_layers=1).to(torch.bfloat16)
+    model = tiny_llama(hidden_size=256, intermediate_size=256, num_hidden_layers=layers).to(torch.bfloat16)
     nest(model, [n for n, m in model.named_modules() if isinstance(m, nn.Linear)])
     for i, (_, layer, weight) in enumerate(nested_linears(model)):
         drop_original(weight)
@@ -158,41 +170,66 @@ def test_layers_that_read_the_same_input_run_together(monkeypatch: pytest.Monkey
 @on_device
 @pytest.mark.parametrize("shared", [False, True])
 @torch.inference_mode()
-def test_norms_and_gates_hand_over_what_few_rows_are_quantised_to(
+def test_norms_and_gates_take_sums_along_and_hand_over_what_linears_read(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiled_llama()
+    model = tiled_llama(layers=2)
     for _, _, weight in nested_linears(model):
         weight.batch_invariant = not shared
     ids = torch.arange(6, device=DEVICE)[None]  # rows that share are as many as the batch kernel takes
     expected = model(ids).logits
     readers = patch_projections(model, patch_modules._replace)
     assert readers.keys() == {256}
-    from qbe.kernels.triton import fused_rows, tiled_linear
+    from qbe.kernels.triton import fused_rows, norm_rope, tiled_linear
     from qbe.kernels.triton import nested_linears as merged
 
-    converted: list[str] = []
+    launched: list[str] = []
     for module, name in (
-        (fused_rows, "add_norm"), (merged, "quantised"), (merged, "half_rows"),
-        (tiled_linear, "quantised"), (tiled_linear, "half_rows"),
+        (fused_rows, "norm_kernel"), (norm_rope, "rms_norm_kernel"), (fused_rows, "gate_kernel"), (merged, "quantised"),
+        (merged, "half_rows"), (tiled_linear, "quantised"), (tiled_linear, "half_rows"),
     ):  # fmt: skip
-        plain = getattr(module, name)
-
-        def counted(*args: object, plain: Any = plain, name: str = name, **named: object) -> object:
-            converted.append(name)
-            return plain(*args, **named)
-
-        monkeypatch.setattr(module, name, counted)
-    for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            module.reader = (readers[256],)
-            patch_modules._replace(module, patch_modules._norm)
+        monkeypatch.setattr(module, name, Counted(getattr(module, name), launched, name))
+    norms = [m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"]
+    patch_layers(model, norms, readers, patch_modules._replace)
     found = model(ids).logits
-    if shared:
-        assert converted == ["half_rows"] * 5  # q, k and v; o; gate and up; down; the output head
-    else:
-        assert converted == ["add_norm", "quantised", "add_norm", "add_norm", "quantised"]  # o and the head alone
     torch.testing.assert_close(found, expected, rtol=2**-4, atol=2**-4)
+    # Of a layer: two norms, the gate, and the input of the output projection alone; then the last norm and the head.
+    made = "half_rows" if shared else "quantised"
+    layer = ["norm_kernel", made, "norm_kernel", "gate_kernel"]
+    assert launched == [*layer, *layer, "rms_norm_kernel" if shared else "norm_kernel", made]
+    with patch_modules.unpatched(model):
+        assert torch.equal(model(ids).logits, expected)
+    for _, _, weight in nested_linears(model):
+        weight.bits = weight.bits.fill_(precision_word(4, 8))  # what was made for other words is not taken
+    assert not torch.equal(model(ids).logits, found)
+
+
+class Counted:
+    """A function or a Triton kernel that notes when it is called or launched."""
+
+    def __init__(self, plain: Any, calls: list[str], name: str) -> None:
+        self._plain, self._calls, self._name = plain, calls, name
+
+    def __getitem__(self, grid: object) -> Any:
+        return Counted(self._plain[grid], self._calls, self._name)
+
+    def __call__(self, *args: object, **named: object) -> Any:
+        self._calls.append(self._name)
+        return self._plain(*args, **named)
+
+
+def test_layers_of_other_forms_are_known_by_their_code() -> None:
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+    from transformers.models.granite.modeling_granite import GraniteDecoderLayer
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+
+    class Scaled(LlamaDecoderLayer):
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return 2 * super().forward(hidden_states, **kwargs)
+
+    assert is_pre_norm(LlamaDecoderLayer)
+    assert is_pre_norm(Qwen3MoeDecoderLayer)
+    assert not any(map(is_pre_norm, (Gemma2DecoderLayer, GraniteDecoderLayer, Scaled, nn.Identity)))
 
 
 @pytest.mark.cuda
@@ -204,5 +241,5 @@ def test_a_model_on_a_gpu_takes_all_of_them() -> None:
     expected = model(ids).logits
     patch_modules.patch_modules(model, DEVICE if isinstance(DEVICE, torch.device) else torch.device(DEVICE))
     patched = {type(m).__name__ for m in model.modules() if "forward" in m.__dict__}
-    assert patched == {"LlamaRMSNorm", "LlamaAttention", "LlamaMLP", "Linear"}
+    assert patched == {"LlamaRMSNorm", "LlamaAttention", "LlamaMLP", "LlamaDecoderLayer", "Linear"}
     torch.testing.assert_close(model(ids).logits, expected, rtol=2**-4, atol=2**-4)

@@ -16,13 +16,17 @@ from torch.fx import Graph, Node
 
 from qbe.compile import merge
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cuda.dispatch import decodes_together
+from qbe.kernels.cuda.dispatch import WHOLE_ROW, input_form
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+
+
+Sizes = tuple[int, int, list[Node]]
+"""Padded inputs, group and words of the linears, as `qbe.kernels.ops.fused` takes them."""
 
 
 class FuseRows(merge.MergeLinears):
@@ -56,39 +60,44 @@ def fuse(graph: Graph, device: str = "cuda") -> None:
 
 def _fuse(graph: Graph, node: Node, arguments: Any, batch_invariant: bool, device: str) -> bool:
     """Put the fused op in the place of what makes the input of this linear, if that is known; whether it was."""
-    x, packed, meta, _, _, _, slices, *_ = arguments
+    x, packed, meta, bits, _, _, slices, *_ = arguments
     value = x.meta["val"]
     rows = value.numel() // value.shape[-1]
     tiled = all(p.meta["val"].dim() == 1 for p in packed)
-    if not isinstance(rows, int) or not decodes_together(rows, value.dtype, tiled, len(packed), batch_invariant):
+    form = input_form(rows, value.dtype, tiled, len(packed), batch_invariant) if isinstance(rows, int) else None
+    if form is None:
         return False
     if value.device.type != device or value.dtype not in (torch.float16, torch.bfloat16):
         return False
     if not value.is_contiguous():  # as the ops' results are
         return False
     n, k, layout = meta[0].meta["val"].shape[1], value.shape[-1], SliceLayout.of(slices)
-    sizes = padded_shape(n, k, layout)[1], group_size_of(packed[0].meta["val"], n, k, layout)
-    quantised = _with_norm(graph, x, sizes) or _with_gate(graph, x, sizes)
-    if quantised is None:
+    inputs = padded_shape(n, k, layout)[1]
+    if form == "half" and inputs > WHOLE_ROW:
         return False
-    made, bytes_ = quantised
+    words = list(bits) if form == "half" else []
+    sizes = inputs, group_size_of(packed[0].meta["val"], n, k, layout), words
+    ready = _with_norm(graph, x, sizes) or _with_gate(graph, x, sizes)
+    if ready is None:
+        return False
     with graph.inserting_before(node):
-        y = _call(
-            graph, torch.ops.qbe.quantised_linears.default, fused_ops.fake_linears, (made, bytes_, *arguments[1:])
-        )
+        given = (*ready, *(*arguments[1:], False)[:8], batch_invariant)
+        y = _call(graph, torch.ops.qbe.converted_linears.default, fused_ops.fake_linears, given)
     node.replace_all_uses_with(y)
     graph.erase_node(node)
     return True
 
 
-def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Node] | None:
+def _with_norm(graph: Graph, x: Node, sizes: Sizes) -> tuple[Node, Node] | None:
     """The normed x and its bytes, if x is a norm."""
     norm = _norm(x)
     if norm is None or not norm[0].meta["val"].is_contiguous():
         return None
     h, weight, eps = norm
     order = {node: i for i, node in enumerate(graph.nodes)}
-    if _is(h, _aten.add.Tensor) and _alike(*h.args, h) and merge.hoist(weight, h, order):
+    if not all(merge.hoist(w, x, order) for w in sizes[2]):
+        return None
+    if _is(h, _aten.add.Tensor) and _alike(*h.args, h) and all(merge.hoist(w, h, order) for w in (weight, *sizes[2])):
         with graph.inserting_before(h):
             outputs = _call(
                 graph, torch.ops.qbe.add_norm.default, fused_ops.fake_add_norm, (*h.args, weight, eps, *sizes), 3
@@ -103,10 +112,11 @@ def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Nod
     return normed, quantised
 
 
-def _with_gate(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Node] | None:
+def _with_gate(graph: Graph, x: Node, sizes: Sizes) -> tuple[Node, Node] | None:
     """The gated x and its bytes, if x is a SwiGLU."""
     gate = _gate(x)
-    if gate is None:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    if gate is None or not all(merge.hoist(w, x, order) for w in sizes[2]):
         return None
     with graph.inserting_before(x):
         gated, quantised = _call(graph, torch.ops.qbe.gate.default, fused_ops.fake_gate, (*gate, *sizes), 2)

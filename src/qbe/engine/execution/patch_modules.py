@@ -3,8 +3,9 @@
 A step of few rows spends as long on torch's calls as on products, on a GPU on its launches. A norm and rotary
 embeddings are one op each in place of eight and of fourteen (`qbe.kernels.ops.rms_norm`, `rotary`), wherever a trial
 shows that these have the same bits; on a GPU a norm may have another last bit. A nested layer skips the way through
-`F.linear` and its tensor subclass on a CPU, and layers that read the same input are one launch on a GPU
-(`patch_projections`). Whatever they do not serve goes the model's own way, and so does what is compiled (`unpatched`).
+`F.linear` and its tensor subclass on a CPU; on a GPU layers that read the same input are one launch
+(`patch_projections`), and so are a sum and the norm after it (`patch_layers`). Whatever they do not serve goes the
+model's own way, and so does what is compiled (`unpatched`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from qbe.kernels.cpu import build
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.rms_norm import rms_norm
-from qbe.kernels.ops.rotary import rotate
+from qbe.kernels.ops.rotary import rotate_both
 from qbe.store.nested_linears import nested_linears
 from qbe.store.nested_tensor import NestedTensor
 
@@ -32,22 +33,22 @@ SERVED = torch.bfloat16  # of what norms and rotary embeddings take
 def patch_modules(model: nn.Module, device: torch.device) -> None:
     """Let the modules of `model`, which is on that device, take them; once, and for good."""
     if device.type == "cuda":
+        from qbe.engine.execution.patch_layers import patch_layers
         from qbe.engine.execution.patch_projections import patch_projections
 
-        readers = patch_projections(model, _replace)
+        norms = [m for m in model.modules() if _is_norm(m)]
+        patch_layers(model, norms, patch_projections(model, _replace), _replace)
     else:
-        readers = {}
         for _, layer, _ in nested_linears(model):
             _replace(layer, _linear)
         if build.backend() not in ("avx512", "amx"):  # where the ops would be torch's dozen again
             return
+        for module in model.modules():
+            if _is_norm(module):
+                _replace(module, _norm)
     functions: dict[object, Callable[..., Any] | None] = {}
     for module in model.modules():
         kind = type(module)
-        if kind.__name__.endswith("RMSNorm") and _same_norm(module):
-            reader = readers.get(len(module.weight))  # type: ignore[arg-type]
-            module.__dict__["reader"] = () if reader is None else (reader,)  # a tuple is no submodule
-            _replace(module, _norm)
         if _takes_rotary(kind):
             if kind not in functions:
                 functions[kind] = _with_rotary(kind, device)
@@ -66,7 +67,7 @@ def launches(model: nn.Module, device: torch.device) -> Iterator[Callable[[], ob
     for module in model.modules():
         kind = type(module)
         if kind.__name__.endswith("RMSNorm"):
-            yield functools.partial(_same_norm, module)
+            yield functools.partial(_is_norm, module)
         if kind not in kinds and _takes_rotary(kind):
             kinds.add(kind)
             yield functools.partial(_with_rotary, kind, device)
@@ -122,18 +123,20 @@ def _norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or hidden_states.dtype is not SERVED:
         y: torch.Tensor = type(self).forward(self, hidden_states)
         return y
-    for reader in self.reader:  # type: ignore[union-attr]
-        from qbe.engine.execution.patch_projections import norm_and_quantise
-
-        return norm_and_quantise(hidden_states, self._parameters["weight"], _eps(self), reader)  # type: ignore[arg-type]
     return rms_norm(hidden_states, self._parameters["weight"], _eps(self))  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
-def _same_norm(module: nn.Module) -> bool:
+def _is_norm(module: nn.Module) -> bool:
     """Whether it is `qbe::rms_norm`."""
     weight, eps = module._parameters.get("weight"), _eps(module)
-    if weight is None or weight.dtype is not SERVED or weight.dim() != 1 or not isinstance(eps, float):
+    if (
+        not type(module).__name__.endswith("RMSNorm")
+        or weight is None
+        or weight.dtype is not SERVED
+        or weight.dim() != 1
+        or not isinstance(eps, float)
+    ):
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, len(weight), generator=generator).to(weight.device, SERVED)
@@ -158,7 +161,7 @@ def _with_rotary(kind: type[nn.Module], device: torch.device) -> Callable[..., A
         if rest or named or torch.is_grad_enabled() or not served or cos.shape[-1] != q.shape[-1]:
             rotated: tuple[torch.Tensor, torch.Tensor] = plain(q, k, cos, sin, *rest, **named)
             return rotated
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        return rotate_both(q, k, cos, sin)
 
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 2, 5, 8), (1, 1, 5, 8), (1, 5, 8), (1, 5, 8)

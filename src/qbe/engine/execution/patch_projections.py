@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cuda.dispatch import PREFILL_ROWS, decodes_together, merges
+from qbe.kernels.cuda.dispatch import PREFILL_ROWS, WHOLE_ROW, input_form, merges
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import merged_linear as merged_ops
-from qbe.kernels.ops.rms_norm import rms_norm
+from qbe.kernels.ops.rms_norm import add_rms_norm, rms_norm
 from qbe.kernels.ops.swiglu import swiglu
 from qbe.store.nested_tensor import NestedTensor
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("act_fn", "gate_proj", "up_proj", "down_proj")
 _ROWS = (1, 3)  # of the trials
-# Attribute of a tensor: padded inputs and group, and itself as the decode kernel of such weights reads it. It is true
-# as long as nobody writes to the tensor.
-_QUANTISED = "quantised_rows"
+# Attribute of a tensor: `input_sizes` of the layers that it is for, and itself as their kernel reads it. It is true as
+# long as nobody writes to the tensor.
+_READY = "ready_rows"
 _NEAR = {"rtol": 2**-5, "atol": 2**-6}  # exp's last bit, through a product
 
 Replace = Callable[[nn.Module, Any], None]
@@ -40,7 +40,7 @@ def patch_projections(model: nn.Module, replace: Replace) -> dict[int, nn.Module
         replace: puts a function in the place of a module's forward.
 
     Returns:
-        Inputs -> one of the layers that read so many, for `norm_and_quantise`.
+        Inputs -> one of the layers that read so many, for `norm_and_convert`.
     """
     readers: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -73,15 +73,32 @@ def projection_launches(model: nn.Module) -> Iterator[Callable[[], object]]:
             seen.add(kind)
             for rows in (1 << i for i in range(PREFILL_ROWS.bit_length() - 1)):
                 yield functools.partial(_zeros_through, layers, rows)
+            for rows in (1, PREFILL_ROWS // 2):
+                yield functools.partial(_zeros_normed, layers, rows)
+                if gated:
+                    yield functools.partial(_zeros_through, [module], rows)
             if gated:
                 yield functools.partial(_same_gated, module)
 
 
+def _zeros(layer: nn.Module, rows: int) -> torch.Tensor:
+    weight: NestedTensor = layer.weight  # type: ignore[assignment]
+    return torch.zeros(1, rows, weight.in_features, dtype=weight.logical_dtype, device=weight.packed.device)
+
+
 @torch.inference_mode()
-def _zeros_through(layers: Sequence[nn.Linear], rows: int) -> object:
-    weight: NestedTensor = layers[0].weight  # type: ignore[assignment]
-    x = torch.zeros(rows, weight.in_features, dtype=weight.logical_dtype, device=weight.packed.device)
-    return _merged(x, layers)
+def _zeros_through(layers: Sequence[nn.Module], rows: int) -> object:
+    """Through layers that read the same input, or through a SwiGLU layer."""
+    if not isinstance(layers[0], nn.Linear):
+        return _gated(layers[0], _zeros(layers[0].gate_proj, rows))  # type: ignore[arg-type]
+    return _merged(_zeros(layers[0], rows), layers)
+
+
+@torch.inference_mode()
+def _zeros_normed(layers: Sequence[nn.Module], rows: int) -> object:
+    x = _zeros(layers[0], rows)
+    weight = x.new_zeros(x.shape[-1])
+    return [norm_and_convert(x, added, weight, 1e-6, given) for added in (None, x) for given in (layers, ())]
 
 
 def _names_of(module: nn.Module) -> list[str]:
@@ -113,15 +130,15 @@ def _merged(x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tens
     enough = all(w.bits.shape[0] >= rows for w in weights)
     if not enough or not merges(rows, x.dtype, True, len(weights)):
         return None
-    sizes, quantised = getattr(x, _QUANTISED, (None, None))
-    if sizes is None or sizes != quantised_sizes(first, x):
-        quantised = None
-    y = _linears(x, quantised, layers, weights, rows)
+    sizes, ready = getattr(x, _READY, (None, None))
+    if sizes is None or not _alike(sizes, input_sizes(weights, x)):
+        ready = None
+    y = _linears(x, ready, layers, weights, rows)
     return y.split([w.shape[0] for w in weights], -1)
 
 
 def _linears(
-    x: torch.Tensor, quantised: torch.Tensor | None, layers: Sequence[nn.Module], weights: list[NestedTensor], rows: int
+    x: torch.Tensor, ready: torch.Tensor | None, layers: Sequence[nn.Module], weights: list[NestedTensor], rows: int
 ) -> torch.Tensor:
     first = weights[0]
     biases = [layer._parameters["bias"] for layer in layers]
@@ -130,9 +147,9 @@ def _linears(
         [] if first.original is None else [w.original for w in weights], [] if biases[0] is None else biases,
         first.slices, [w.exponent for w in weights],
     )  # fmt: skip
-    if quantised is None:
+    if ready is None:
         return merged_ops.nested_linears(x, *parts, first.batch_invariant)  # type: ignore[arg-type]
-    y: torch.Tensor = torch.ops.qbe.quantised_linears.default(x, quantised, *parts)
+    y: torch.Tensor = torch.ops.qbe.converted_linears.default(x, ready, *parts, False, first.batch_invariant)
     return y
 
 
@@ -155,38 +172,81 @@ def _gated(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if parts is None:
         parts = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
     weight = self.down_proj._parameters["weight"]  # type: ignore[union-attr]
-    sizes = quantised_sizes(weight, parts[0])
+    sizes = input_sizes([weight], parts[0])
     if sizes is None:
         y: torch.Tensor = self.down_proj(swiglu(*parts))  # type: ignore[operator]
         return y
     gate, up = parts
-    gated, quantised = fused_ops.gate(gate, up, *sizes)
-    rows = gated.numel() // gated.shape[-1]
-    return _linears(gated, quantised, [self.down_proj], [weight], rows)  # type: ignore[list-item]
+    rows = gate.numel() // gate.shape[-1]
+    gated, ready = fused_ops.gate(gate, up, *sizes.of(rows))
+    return _linears(gated, ready, [self.down_proj], [weight], rows)  # type: ignore[list-item]
 
 
-def quantised_sizes(weight: object, x: torch.Tensor) -> tuple[int, int] | None:
-    """Padded inputs and group of a weight whose kernel reads such an x quantised; None where it does not."""
-    if not isinstance(weight, NestedTensor) or weight.packed.dim() != 1 or torch.is_grad_enabled():
+class InputSizes(NamedTuple):
+    """How a launch for some weights reads its rows.
+
+    Attributes:
+        inputs: padded.
+        group: inputs of a scale.
+        words: the precision words of each weight, if these make a difference (`input_form` is `half`).
+    """
+
+    inputs: int
+    group: int
+    words: tuple[torch.Tensor, ...]
+
+    def of(self, rows: int) -> tuple[int, int, list[torch.Tensor]]:
+        """The last arguments of `qbe.kernels.ops.fused`'s ops for so many rows."""
+        return self.inputs, self.group, [w[:rows] for w in self.words]
+
+
+def _alike(a: InputSizes, b: InputSizes | None) -> bool:
+    """Whether what was made for a is what b reads: for the same words, not only equal ones."""
+    return b is not None and a[:2] == b[:2] and list(map(id, a.words)) == list(map(id, b.words))
+
+
+def input_sizes(weights: Sequence[Any], x: torch.Tensor) -> InputSizes | None:
+    """How the launch for these weights reads rows such as x; None where it takes them as they are, or is none."""
+    first, k = weights[0], x.shape[-1]
+    if torch.is_grad_enabled() or not all(isinstance(w, NestedTensor) and w.packed.dim() == 1 for w in weights):
         return None
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    fits = x.shape[-1] == weight.in_features and x.dtype is weight.logical_dtype and weight.bits.shape[0] >= rows
-    if not fits or not decodes_together(rows, x.dtype, True, 1, weight.batch_invariant):
+    rows = x.numel() // k if k else 0
+    if k != first.in_features or x.dtype is not first.logical_dtype or first.bits.shape[0] < rows:
+        return None
+    form = input_form(rows, x.dtype, True, len(weights), first.batch_invariant)
+    if form is None:
         return None
     from qbe.kernels.triton.layout import padded_shape
 
-    inputs = padded_shape(weight.shape[0], weight.in_features, SliceLayout.of(weight.slices))[1]
-    return inputs, weight.group_size
+    inputs = padded_shape(first.shape[0], k, SliceLayout.of(first.slices))[1]
+    if form == "half" and inputs > WHOLE_ROW:
+        return None
+    return InputSizes(inputs, first.group_size, tuple(w.bits for w in weights) if form == "half" else ())
 
 
-def norm_and_quantise(x: torch.Tensor, weight: torch.Tensor, eps: float, reader: nn.Module) -> torch.Tensor:
-    """`rms_norm` of x; where the layer `reader` multiplies few rows, it brings with it what that kernel reads."""
-    sizes = quantised_sizes(reader._parameters["weight"], x)
-    if sizes is None:
-        return rms_norm(x, weight, eps)
-    normed, quantised = fused_ops.norm(x, weight, eps, *sizes)
-    setattr(normed, _QUANTISED, (sizes, quantised))
-    return normed
+def norm_and_convert(
+    x: torch.Tensor,
+    added: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    readers: Sequence[nn.Module],
+    generic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x plus `added`, if that is not None, and its RMS norm, which brings with it what the layers `readers` read.
+
+    Args:
+        generic: these stand for others that read as many inputs, with words of their own.
+    """
+    sizes = input_sizes([r._parameters["weight"] for r in readers], x) if readers else None
+    if sizes is None or (generic and sizes.words):
+        return (x, rms_norm(x, weight, eps)) if added is None else add_rms_norm(x, added, weight, eps)
+    form = sizes.of(x.numel() // x.shape[-1])
+    if added is None:
+        normed, ready = fused_ops.norm(x, weight, eps, *form)
+    else:
+        x, normed, ready = fused_ops.add_norm(x, added, weight, eps, *form)
+    setattr(normed, _READY, (sizes, ready))
+    return x, normed
 
 
 @torch.inference_mode()

@@ -31,6 +31,7 @@ PREFILL_ROWS = 256  # of the tiled layout: from here the weight is dequantised o
 UNIFORM_ROWS = 256
 SHARED_TILE_ROWS = 64  # of the canonical layout: up to here rows share one tile and codes are multiplied undequantised
 MOST_MERGED = 3  # weights of one launch
+WHOLE_ROW = 16384  # inputs, padded, of a row that one program of a norm or a gate holds
 
 LinearKernel = Literal["canonical", "decode", "batch", "prefill", "float32"]
 
@@ -54,12 +55,14 @@ def linear_kernel(
     return "decode" if rows <= (DECODE_ROWS if batch_invariant else FEW_ROWS) else "batch"
 
 
-def decodes_together(
+def input_form(
     rows: int, dtype: torch.dtype, tiled: bool, weights: int, batch_invariant: bool = True
-) -> bool:  # fmt: skip
-    """Whether one launch of the decode kernel takes so many weights that read the same rows, which may be none."""
-    kernel = linear_kernel(rows, dtype, tiled, batch_invariant=batch_invariant) if rows > 0 else None
-    return weights <= MOST_MERGED and kernel == "decode"
+) -> Literal["quantised", "half"] | None:
+    """In which form one launch for so many weights reads its rows; None: as they are, or there is no such launch."""
+    if rows == 0 or weights > MOST_MERGED:
+        return None
+    kernel = linear_kernel(rows, dtype, tiled, batch_invariant=batch_invariant)
+    return "quantised" if kernel == "decode" else "half" if kernel == "batch" else None
 
 
 def merges(rows: int, dtype: torch.dtype, tiled: bool, weights: int) -> bool:

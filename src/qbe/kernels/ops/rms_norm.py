@@ -19,6 +19,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + added [..., K], rounded to their dtype, and its `rms_norm`."""
+    total, normed = torch.ops.qbe.add_rms_norm.default(x, added, weight, eps)
+    return total, normed
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.to(torch.float32)
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -33,4 +41,25 @@ OP = register(
     cpu=_rms_norm,
     cuda="qbe.kernels.triton.norm_rope:rms_norm",
     fake=_fake,
+)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + added
+    return total, rms_norm(total, weight, eps)
+
+
+def _fake_add(
+    x: torch.Tensor, _added: torch.Tensor, _weight: torch.Tensor, _eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+ADD_OP = register(
+    "add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor)",
+    cpu=_add_rms_norm,
+    cuda="qbe.kernels.triton.norm_rope:add_rms_norm",
+    fake=_fake_add,
 )

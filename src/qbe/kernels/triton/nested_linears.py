@@ -13,9 +13,10 @@ from qbe.format.layout import SliceLayout
 from qbe.kernels.cuda.dispatch import MOST_MERGED, linear_kernel, merges
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
-from qbe.kernels.triton.tiled_batch_kernel import batch_three_kernel, half_bytes
+from qbe.kernels.triton.tiled_batch_kernel import batch_three_kernel
 from qbe.kernels.triton.tiled_configs import BATCH, DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
+from qbe.kernels.triton.tiled_half import half_bytes
 from qbe.kernels.triton.tiled_linear import half_rows, quantised, split_launch, three
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
@@ -38,7 +39,8 @@ def nested_linears(
     """See `qbe.kernels.ops.merged_linear.nested_linears`. Prompts, float32 and other layouts take a call for each
     weight.
 
-    `config` is what a trial launches with; by itself the best one known. `ready` is x quantised, if that is made.
+    `config` is what a trial launches with; by itself the best one known. `ready` is x in the form that the
+    kernel reads (`qbe.kernels.cuda.dispatch.input_form`), if that is made.
     `float32_output` gives float32, of a single weight.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -63,10 +65,8 @@ def nested_linears(
         x.device, m, tuple(outputs), k, layout.slices, group, x.dtype, bool(originals), bool(biases)
     )
     words = [b.contiguous() for b in bits]
-    if not few:
-        ready = half_rows(rows, words, inputs, group)
-    elif ready is None:
-        ready = quantised(rows, inputs, group)
+    if ready is None:
+        ready = quantised(rows, inputs, group) if few else half_rows(rows, words, inputs, group)
     grid, units, constants, sums = split_launch(y, outputs, group, layout, config)
     n = [*outputs, 0][:MOST_MERGED]
     matrices = (
@@ -80,9 +80,9 @@ def nested_linears(
     return y.view(*x.shape[:-1], y.shape[1])
 
 
-def quantised_linears(
+def converted_linears(
     x: torch.Tensor,
-    quantised: torch.Tensor,
+    ready: torch.Tensor,
     packed: Sequence[torch.Tensor],
     meta: Sequence[torch.Tensor],
     bits: Sequence[torch.Tensor],
@@ -91,7 +91,8 @@ def quantised_linears(
     slices: Sequence[int],
     exponents: Sequence[int],
     float32_output: bool = False,
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """See `qbe.kernels.ops.fused`."""
     lists = packed, meta, bits, originals, biases
-    return nested_linears(x, *lists, slices, exponents, ready=quantised, float32_output=float32_output)
+    return nested_linears(x, *lists, slices, exponents, batch_invariant, ready=ready, float32_output=float32_output)

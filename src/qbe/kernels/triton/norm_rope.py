@@ -21,28 +21,63 @@ _GATE_BLOCK = 1024
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `qbe.kernels.ops.rms_norm`."""
+    return _rms_norm(x, None, weight, eps)[1]
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `qbe.kernels.ops.rms_norm`."""
+    return _rms_norm(x, added, weight, eps)
+
+
+def _rms_norm(
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     k = x.shape[-1]
     rows = x.reshape(-1, k)
+    more = None if added is None else added.reshape(-1, k)
+    strides = *rows.stride(), *(rows if more is None else more).stride()
+    total = x.new_empty(0 if added is None else x.shape)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block = triton.next_power_of_2(k)
         with torch.cuda.device_of(x):
             rms_norm_kernel[(len(rows),)](
-                rows, weight.contiguous(), out, k, *rows.stride(), eps, BLOCK=block,
+                rows, more, weight.contiguous(), total, out, k, *strides, eps, BLOCK=block,
                 num_warps=max(1, min(16, block // 256)), **early(x.device),
             )  # fmt: skip
-    return out
+    return total, out
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See `qbe.kernels.ops.rotary`."""
-    _, heads, tokens, width = x.shape
-    out = torch.empty_like(x)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            rotate_kernel[(tokens, heads)](
-                x, cos, sin, out, width // 2, *x.stride()[1:], *cos.stride()[1:], *sin.stride()[1:], *out.stride()[1:],
-                BLOCK=triton.next_power_of_2(width // 2), num_warps=1, enable_fp_fusion=False, **early(x.device),
+    return _rotate(x, x[:, :0], cos, sin)[0]
+
+
+def rotate_both(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `qbe.kernels.ops.rotary`."""
+    if q.stride(-1) != 1 or k.stride(-1) != 1:  # of which the kernel knows one only
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+    return _rotate(q, k, cos, sin)
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, heads, tokens, width = q.shape
+    out = torch.empty_like(q), torch.empty_like(k)
+    if out[0].numel():
+        strides = (
+            *q.stride()[1:3], *k.stride()[1:3], q.stride(3), *cos.stride()[1:], *sin.stride()[1:],
+            *out[0].stride()[1:3], *out[1].stride()[1:3], out[0].stride(3),
+        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            rotate_kernel[(tokens, heads + k.shape[1])](
+                q, k, cos, sin, *out, heads, width // 2, *strides,
+                BLOCK=triton.next_power_of_2(width // 2), num_warps=1, enable_fp_fusion=False, **early(q.device),
             )  # fmt: skip  # fused, a product would be added before it is rounded
     return out
 
@@ -63,9 +98,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["eps"])
 def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, K, x_row, x_one, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x_ptr, added_ptr, weight_ptr, total_ptr, out_ptr, K, x_row, x_one, added_row, added_one, eps, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """a whole row"""
+    """a whole row, of a sum if there is something to add"""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -74,28 +110,37 @@ def rms_norm_kernel(
         gdc_launch_dependents()
         gdc_wait()
     x = tl.load(x_ptr + row * x_row + k * x_one, mask=k < K, other=0.0).to(tl.float32)
+    if added_ptr is not None:
+        added = tl.load(added_ptr + row * added_row + k * added_one, mask=k < K, other=0.0).to(tl.float32)
+        x = (x + added).to(DTYPE)
+        tl.store(total_ptr + row * K + k, x, mask=k < K)
+        x = x.to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / K + eps)).to(DTYPE).to(tl.float32)
     tl.store(out_ptr + row * K + k, (weight * x).to(DTYPE), mask=k < K)
 
 
 @triton.jit
 def rotate_kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, HALF, x_head, x_token, x_one, cos_token, cos_one, sin_token, sin_one, out_head,
-    out_token, out_one, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, HEADS, HALF, q_head, q_token, k_head, k_token, one, cos_token,
+    cos_one, sin_token, sin_one, q_out_head, q_out_token, k_out_head, k_out_token, out_one,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """a head of a token"""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    """a head of a token: of the queries, or after those of the keys"""
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK)
     inside = d < HALF
+    x = q_ptr + head * q_head + token * q_token
+    out = q_out_ptr + head * q_out_head + token * q_out_token
+    if head >= HEADS:
+        x = k_ptr + (head - HEADS) * k_head + token * k_token
+        out = k_out_ptr + (head - HEADS) * k_out_head + token * k_out_token
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    x = x_ptr + head * x_head + token * x_token
-    out = out_ptr + head * out_head + token * out_token
-    first = tl.load(x + d * x_one, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + (d + HALF) * x_one, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(x + d * one, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + (d + HALF) * one, mask=inside, other=0.0).to(tl.float32)
     for half in tl.static_range(2):
         at = d + half * HALF
         cos = tl.load(cos_ptr + token * cos_token + at * cos_one, mask=inside, other=0.0).to(tl.float32)

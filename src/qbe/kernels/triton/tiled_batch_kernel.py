@@ -7,7 +7,7 @@ the low byte of a float16 is the subnormal number code * 2**-24; the scale carri
 1024 + code; the offset's whole part goes by an addition of its own, where nothing is rounded, a tenth slower.
 
 Range: scales keep the exponent range of their byte and lose the matrix's own exponent, rows of x lose theirs
-(`half_rows_kernel`); both come back in float32 at the end. A weight has 11 bits of precision then, x all of bfloat16's.
+(`tiled_half`); both come back in float32 at the end. A weight has 11 bits of precision then, x all of bfloat16's.
 
 Each precision that some row of a tile asks for is one pass over the inputs; a row takes the sums of its own.
 """
@@ -33,17 +33,10 @@ from qbe.kernels.triton.tiled_common import (
     serving,
 )
 from qbe.kernels.triton.tiled_decode_kernel import prefetch_ahead
-from qbe.kernels.triton.tiled_quantise import fixed_point, high_byte
+from qbe.kernels.triton.tiled_half import place
 
 EXPONENT = tl.constexpr(118)  # of the scales here: the largest weight is just a float16, the smallest scale is normal
 LIFT = tl.constexpr(2.0**9)  # 127 - EXPONENT
-ROW_MAX = tl.constexpr(8)  # exponent of a row's largest element
-
-
-def half_bytes(m: int, kp: int) -> int:
-    """Size of what `half_rows_kernel` writes for a weight: float16 [M, kp], zero past K, and a float32 scale per row;
-    a multiple of 16."""
-    return -(-(2 * m * kp + 4 * m) // 16) * 16
 
 
 @triton.constexpr_function
@@ -133,12 +126,6 @@ def _weights(
 
 
 @triton.jit
-def _place(k):
-    """where `half_rows_kernel` puts input k: of every 16, number 4l + 2i + j goes to 8i + 2l + j (see `_weights`)"""
-    return k // 16 * 16 + k % 4 // 2 * 8 + k % 16 // 4 * 2 + k % 2
-
-
-@triton.jit
 def _offset_scale_shift(base, low, SHIFT: tl.constexpr, LEFT: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr):
     """uint16 pairs (int32 holding) -> what `_weights` adds to a left-aligned code, multiplies with and adds then
 
@@ -223,7 +210,7 @@ def _exact_eight(
         k = k0 + step * 64 + tl.arange(0, 64)
         pa = original_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
         a = tl.load(pa, mask=n_ok[:, None] & (k < K)[None, :], other=0.0)
-        b = tl.load(half + m.to(tl.int64)[None, :] * kp + _place(k)[:, None], mask=eight[None, :], other=0.0)
+        b = tl.load(half + m.to(tl.int64)[None, :] * kp + place(k)[:, None], mask=eight[None, :], other=0.0)
         b = (b.to(tl.float32) * rows[None, :]).to(DTYPE)
         acc = tl.dot(a.to(WIDE), b.to(WIDE), acc, input_precision="ieee")
     return acc
@@ -336,42 +323,3 @@ def batch_three_kernel(
         tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,
         SPLIT, BN, BM, STAGES, EARLY, ASM,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M", "size"], do_not_specialize_on_alignment=["bits0_ptr", "bits1_ptr", "bits2_ptr"])
-def half_rows_kernel(
-    x_ptr, bits0_ptr, bits1_ptr, bits2_ptr, out_ptr, size, M, K, kp, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """One row of x as float16 times a power of two, and that power's inverse; rounded to 8 bits if its word says so.
-
-    As each of up to three weights reads it, `size` bytes for each.
-    """
-    m = tl.program_id(0)
-    bits_ptr = choose(tl.program_id(1), 1, 2, bits0_ptr, bits1_ptr, bits2_ptr)
-    out_ptr = tl.multiple_of(out_ptr + tl.program_id(1) * size, 16)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    px = x_ptr + m.to(tl.int64) * K
-    column = tl.arange(0, BLOCK)
-    eight = has_eight(tl.load(bits_ptr + m, cache_modifier=".cg"))
-    top = tl.zeros((BLOCK,), tl.int32)
-    for k in range(0, K, BLOCK):
-        x = tl.load(px + k + column, mask=k + column < K, other=0.0).to(tl.float32)
-        top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # integers order floats, NaN above infinity
-    largest = tl.maximum(tl.max(top, 0), 0x08800000)  # at least 2**-110: no scale overflows
-    finite = largest < 0x7F800000
-    scale = tl.where(finite, (largest & 0x7F800000) - (ROW_MAX << 23), 0x3F800000)
-    inverse = ((254 << 23) - scale).to(tl.float32, bitcast=True)
-    out = out_ptr.to(tl.pointer_type(tl.float16)) + m.to(tl.int64) * kp
-    place = _place(column)
-    for k in range(0, kp, BLOCK):
-        x = tl.load(px + k + column, mask=k + column < K, other=0.0).to(tl.float32)
-        x = tl.where(finite, x * inverse, 0.0)
-        if eight:
-            step, q = fixed_point(x.reshape(BLOCK // GROUP, GROUP), 1)
-            x = (high_byte(q).to(tl.float32) * (step * 256)).reshape(BLOCK)
-        tl.store(out + k + place, x.to(tl.float16), mask=k + column < kp)
-    scales = (out_ptr.to(tl.pointer_type(tl.float16)) + M.to(tl.int64) * kp).to(tl.pointer_type(tl.float32))
-    tl.store(scales + m, tl.where(finite, scale.to(tl.float32, bitcast=True), float("nan")))

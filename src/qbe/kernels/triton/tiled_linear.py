@@ -16,10 +16,11 @@ from qbe.format.layout import SliceLayout
 from qbe.kernels.cuda.dispatch import MOST_MERGED, linear_kernel
 from qbe.kernels.triton.layout import group_size_of, padded_shape, unit
 from qbe.kernels.triton.round_rows import round_rows
-from qbe.kernels.triton.tiled_batch_kernel import batch_kernel, half_bytes, half_rows_kernel
+from qbe.kernels.triton.tiled_batch_kernel import batch_kernel
 from qbe.kernels.triton.tiled_configs import BATCH, DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
 from qbe.kernels.triton.tiled_float32_kernel import float32_kernel
+from qbe.kernels.triton.tiled_half import half_bytes, half_rows_kernel
 from qbe.kernels.triton.tiled_prefill import prefill
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_row_loop import packed_rows
@@ -111,7 +112,7 @@ def quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
 
 
 def half_rows(x: torch.Tensor, bits: Sequence[torch.Tensor], inputs: int, group: int) -> torch.Tensor:
-    """x [M, K] as the batch kernels read it, for each of up to three weights with these bits."""
+    """x [M, K] as the batch kernels read it, for each of up to three weights with these bits (`tiled_half`)."""
     m, k = x.shape
     size, block = half_bytes(m, inputs), min(_HALF_BLOCK, triton.next_power_of_2(inputs))
     out = torch.empty(len(bits) * size, dtype=torch.uint8, device=x.device)
