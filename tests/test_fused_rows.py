@@ -11,7 +11,7 @@ from qbe.compile.fuse import FuseRows, fuse
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.register import OPS
-from qbe.kernels.triton.layout import to_device_layout
+from qbe.kernels.triton.linear.tiled.layout import to_device_layout
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, on_device, run_in_interpreter
 
 EPS = 1e-5
@@ -28,8 +28,8 @@ def _kernels_on_cpu() -> object:
     """In the interpreter the kernels take CPU tensors."""
     library = torch.library.Library("qbe", "IMPL")
     if INTERPRET:
-        from qbe.kernels.triton.nested_linear import nested_linear
-        from qbe.kernels.triton.nested_linears import nested_linears
+        from qbe.kernels.triton.linear.merged import nested_linears
+        from qbe.kernels.triton.linear.nested import nested_linear
 
         for name in FUSED:
             library.impl(name, OPS[name].cuda, "CPU")
@@ -51,7 +51,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def bytes_of(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
-    from qbe.kernels.triton.tiled_linear import quantised
+    from qbe.kernels.triton.linear.tiled.launch import quantised
 
     return quantised(x.reshape(-1, x.shape[-1]).contiguous(), inputs, group)
 

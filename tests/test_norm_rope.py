@@ -40,7 +40,10 @@ def _kernels_on_cpu() -> object:
     """In the interpreter the kernels take CPU tensors."""
     library = torch.library.Library("qbe", "IMPL")
     if INTERPRET:
-        from qbe.kernels.triton import fused_rows, nested_linear, nested_linears, norm_rope
+        from qbe.kernels.triton.linear import merged as nested_linears
+        from qbe.kernels.triton.linear import nested as nested_linear
+        from qbe.kernels.triton.rows import fused as fused_rows
+        from qbe.kernels.triton.rows import norm_rope
 
         for module in (norm_rope, fused_rows, nested_linear, nested_linears):
             for name in OWN:
@@ -168,8 +171,9 @@ def test_norms_and_gates_hand_over_what_few_rows_are_quantised_to(
     expected = model(ids).logits
     readers = patch_projections(model, patch_modules._replace)
     assert readers.keys() == {256}
-    from qbe.kernels.triton import fused_rows, tiled_linear
-    from qbe.kernels.triton import nested_linears as merged
+    from qbe.kernels.triton.linear import merged
+    from qbe.kernels.triton.linear.tiled import launch as tiled_linear
+    from qbe.kernels.triton.rows import fused as fused_rows
 
     converted: list[str] = []
     for module, name in (

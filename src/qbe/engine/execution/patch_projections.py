@@ -173,7 +173,7 @@ def quantised_sizes(weight: object, x: torch.Tensor) -> tuple[int, int] | None:
     fits = x.shape[-1] == weight.in_features and x.dtype is weight.logical_dtype and weight.bits.shape[0] >= rows
     if not fits or not decodes_together(rows, x.dtype, True, 1, weight.batch_invariant):
         return None
-    from qbe.kernels.triton.layout import padded_shape
+    from qbe.kernels.triton.linear.tiled.layout import padded_shape
 
     inputs = padded_shape(weight.shape[0], weight.in_features, SliceLayout.of(weight.slices))[1]
     return inputs, weight.group_size

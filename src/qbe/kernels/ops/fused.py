@@ -17,7 +17,7 @@ from qbe.kernels.ops.register import register
 
 
 def _quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
-    # The size is `qbe.kernels.triton.tiled_quantise.quantised_bytes`, which needs Triton.
+    # The size is `qbe.kernels.triton.linear.tiled.quantise.quantised_bytes`, which needs Triton.
     rows = x.numel() // x.shape[-1]
     return x.new_empty(2 * rows * inputs + 16 * rows * (inputs // group), dtype=torch.uint8)
 
@@ -48,23 +48,23 @@ def fake_linears(
 
 NORM = register(
     "norm(Tensor x, Tensor weight, float eps, int inputs, int group) -> (Tensor, Tensor)",
-    cuda="qbe.kernels.triton.fused_rows:norm",
+    cuda="qbe.kernels.triton.rows.fused:norm",
     fake=fake_norm,
 )
 ADD_NORM = register(
     "add_norm(Tensor x, Tensor added, Tensor weight, float eps, int inputs, int group) -> (Tensor, Tensor, Tensor)",
-    cuda="qbe.kernels.triton.fused_rows:add_norm",
+    cuda="qbe.kernels.triton.rows.fused:add_norm",
     fake=fake_add_norm,
 )
 GATE = register(
     "gate(Tensor gate, Tensor up, int inputs, int group) -> (Tensor, Tensor)",
-    cuda="qbe.kernels.triton.fused_rows:gate",
+    cuda="qbe.kernels.triton.rows.fused:gate",
     fake=fake_gate,
 )
 QUANTISED_LINEARS = register(
     "quantised_linears(Tensor x, Tensor quantised, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
     "Tensor[] biases, int[] slices, int[] exponents, bool float32_output=False) -> Tensor",
-    cuda="qbe.kernels.triton.nested_linears:quantised_linears",
+    cuda="qbe.kernels.triton.linear.merged:quantised_linears",
     fake=fake_linears,
 )
 
@@ -77,11 +77,11 @@ def norm(
     Args:
         x: float16 or bfloat16 [..., K], contiguous.
         weight: [K] in x's dtype.
-        inputs: K padded as the decode kernel's weights are (`qbe.kernels.triton.layout.padded_shape`).
+        inputs: K padded as the decode kernel's weights are (`qbe.kernels.triton.linear.tiled.layout.padded_shape`).
         group: inputs that share a scale of these weights, 64 or 128.
 
     Returns:
-        The normed x, and uint8 [bytes], that as `qbe.kernels.triton.tiled_quantise` describes.
+        The normed x, and uint8 [bytes], that as `qbe.kernels.triton.linear.tiled.quantise` describes.
     """
     normed, quantised = torch.ops.qbe.norm.default(x, weight, eps, inputs, group)
     return normed, quantised

@@ -28,6 +28,6 @@ def _fake(x: torch.Tensor, _cos: torch.Tensor, _sin: torch.Tensor) -> torch.Tens
 OP = register(
     "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     cpu=_rotate,
-    cuda="qbe.kernels.triton.norm_rope:rotate",
+    cuda="qbe.kernels.triton.rows.norm_rope:rotate",
     fake=_fake,
 )
