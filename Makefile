@@ -18,7 +18,7 @@ setup: $(READY) ## the environment in .venv, from pinned versions
 # changed: every process with a fresh cache would compile a stale one.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Clients that pin other versions lie in a folder of their own, for the tests that run them.
-$(READY): pyproject.toml constraints.txt constraints-clients.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
+$(READY): pyproject.toml constraints.txt constraints-clients.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c src/qbe/kernels/cpu/*/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
 	$(BIN)/python setup.py --quiet build_ext --inplace > $(VENV)/build.log 2>&1 & compiling=$$!; \
@@ -36,7 +36,7 @@ $(READY): pyproject.toml constraints.txt constraints-clients.txt setup.py src/qb
 # its source lies beside it, and what can be tested of the plug-in without running an engine is.
 setup-vllm: $(VLLM)/.ready ## the environment for the tests inside vLLM
 
-$(VLLM)/.ready: pyproject.toml constraints-vllm.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c src/qbe/kernels/cpu/*/*.c)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

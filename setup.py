@@ -25,7 +25,7 @@ setup(
         Extension(
             "qbe.kernels.cpu._nested",
             sources=[f"{FOLDER}/nested.c"],
-            depends=[f"{FOLDER}/{path.name}" for path in kernel["INCLUDED"]],
+            depends=[str(path) for path in kernel["INCLUDED"]],
             define_macros=[("QBE_SOURCE_HASH", f'"{kernel["source_hash"]()}"')],
             extra_compile_args=list(kernel["FLAGS"]),
             extra_link_args=["-pthread", "-lm"],

@@ -19,8 +19,9 @@ import torch
 from torch.nn.functional import linear
 
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cpu import build, nested_linear
+from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import geometry
+from qbe.kernels.cpu.linear import nested as nested_linear
 from qbe.kernels.reference.activations import EIGHT, precision_word
 
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048))

@@ -9,7 +9,7 @@ import torch
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
-from qbe.kernels.ops.nested_experts import ExpertMatrices
+from qbe.kernels.ops.experts.nested import ExpertMatrices
 from qbe.kernels.reference.activations import precision_byte
 
 SLICES = (4, 2, 2)

@@ -211,7 +211,7 @@ def same(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_cpu_kernel_is_the_reference(path: str, shape: str, dtype: torch.dtype) -> None:
-    from qbe.kernels.cpu.paged_attention import bounded_attention
+    from qbe.kernels.cpu.attention.paged import bounded_attention
 
     arguments, _host = bounded_case(shape, LENGTHS, LIMITS, dtype)
     counts = same(arguments, dtype, bounded_attention)
@@ -222,7 +222,7 @@ def test_the_cpu_kernel_is_the_reference(path: str, shape: str, dtype: torch.dty
 
 @on_cpu
 def test_pages_with_turbo_keys_are_all_read_again(path: str) -> None:
-    from qbe.kernels.cpu.paged_attention import bounded_attention
+    from qbe.kernels.cpu.attention.paged import bounded_attention
 
     arguments, _host = bounded_case("smollm", LENGTHS, [1e-3] * len(LENGTHS), torch.float32, formats=[16, 68, 66])
     counts = same(arguments, torch.float32, bounded_attention)
@@ -234,7 +234,7 @@ def test_pages_with_turbo_keys_are_all_read_again(path: str) -> None:
 @pytest.mark.parametrize("name", ["originals", "limits", "counts"])
 def test_what_does_not_belong_together_is_refused(name: str) -> None:
     from qbe.kernels.cpu import build
-    from qbe.kernels.cpu.paged_attention import bounded_attention
+    from qbe.kernels.cpu.attention.paged import bounded_attention
 
     if build.backend() == "torch":
         pytest.skip("no compiled kernel")
@@ -285,6 +285,6 @@ def test_the_triton_kernels_over_many_parts() -> None:
 
 
 def _launch(*args: Any, **arguments: Any) -> torch.Tensor:
-    from qbe.kernels.triton.bounded_attention import bounded_attention
+    from qbe.kernels.triton.attention.bounded import bounded_attention
 
     return bounded_attention(*args, **arguments)

@@ -138,7 +138,7 @@ def test_what_the_compiled_op_does_not_serve_goes_to_the_reference() -> None:
 @pytest.mark.parametrize("seed", range(4) if CUDA or FULL else range(2))
 @pytest.mark.parametrize(("sites", "heads", "hidden"), [(7, 9, 32), (100, 3, 5)])
 def test_the_triton_kernel_is_the_reference(seed: int, sites: int, heads: int, hidden: int) -> None:
-    from qbe.kernels.triton.cascade import cascade as kernel
+    from qbe.kernels.triton.rows.cascade import cascade as kernel
 
     arguments = case(seed, 9, sites, heads, 12 if sites == 7 else 2, bool(seed % 2), hidden)
     expected = run(reference, arguments, "cpu")

@@ -60,7 +60,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def launch(splits: int) -> Any:
     """The smallest kernel there is; None where a hook has kept it from being launched."""
-    from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel
+    from qbe.kernels.triton.linear.nested_kernel import add_splits_kernel
 
     parts, y = torch.zeros(splits, 3, 32), torch.zeros(3, 32)
     return add_splits_kernel[(3, 1)](parts, None, y, 3, 32, SPLITS=splits, BLOCK_N=64, num_warps=4)
@@ -79,7 +79,7 @@ def test_what_workers_compile_is_found_here(no_gpu: Path, hashed: str | None, mo
     """Whatever this process has hashed the kernel to: with Triton that depends on what it hashed before."""
     from triton import knobs
 
-    from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel
+    from qbe.kernels.triton.linear.nested_kernel import add_splits_kernel
 
     if hashed is not None:
         monkeypatch.setattr(add_splits_kernel, "hash", hashed)
@@ -147,7 +147,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
 ) -> None:
     """For any number of rows, and for the dequantisation of a prompt that is alone."""
     from qbe.engine.execution.warmup import linear_launches
-    from qbe.kernels.triton.nested_linear import nested_linear
+    from qbe.kernels.triton.linear.nested import nested_linear
 
     engine = Engine(tiny_llama().bfloat16(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False)
     model, table = engine.model, engine.table
@@ -182,9 +182,9 @@ def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.Mo
     ones, too."""
     from qbe.engine.execution.warmup import attention_launches
     from qbe.kernels.cuda.dispatch import paged_attention
-    from qbe.kernels.triton import kv_pages
-    from qbe.kernels.triton.bounded_attention import bounded_attention
-    from qbe.kernels.triton.write_rows import write_rows
+    from qbe.kernels.triton.attention.bounded import bounded_attention
+    from qbe.kernels.triton.kv_cache import pages as kv_pages
+    from qbe.kernels.triton.kv_cache.write_rows import write_rows
 
     core = Core(build("gemma2-softcap"), NO_SITES, max_batch_tokens=512, kv_tokens=4096)
     core.runner.decode = None  # on a GPU its graphs are captured before the engine serves

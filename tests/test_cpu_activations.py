@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from qbe.kernels.cpu import build, dispatch
-from qbe.kernels.cpu import nested_linear as cpu
-from qbe.kernels.cpu import nested_linears as merged
 from qbe.kernels.cpu.geometry import geometry
+from qbe.kernels.cpu.linear import merged
+from qbe.kernels.cpu.linear import nested as cpu
 from qbe.kernels.reference import nested_linear as reference
 from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, precision_word, weight_bits
 from qbe.sites import FULL_BITS

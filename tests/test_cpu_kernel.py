@@ -20,8 +20,8 @@ from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
 from qbe.kernels.cpu import build, dispatch
-from qbe.kernels.cpu import nested_linear as cpu
-from qbe.kernels.cpu.nested_linears import nested_linears
+from qbe.kernels.cpu.linear import nested as cpu
+from qbe.kernels.cpu.linear.merged import nested_linears
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.reference import nested_linear as reference
 from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, precision_word, weight_bits

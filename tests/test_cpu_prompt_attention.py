@@ -10,7 +10,7 @@ import torch
 from kv_samples import PAGE_SIZE, full_pages, prompt_in_pages
 from qbe.format.kv_blocks import quantised_pages
 from qbe.kernels.cpu import build, dispatch
-from qbe.kernels.cpu.prompt_attention import prompt_attention
+from qbe.kernels.cpu.attention.prompt import prompt_attention
 from qbe.kvcache.pages import KVShape, PagePool
 from qbe.kvcache.prompt import PromptSpan
 from qbe.sites import KVBits

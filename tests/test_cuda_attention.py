@@ -206,7 +206,7 @@ def test_pages_are_shared_out_by_cost(name: str, cut: Cut, monkeypatch: pytest.M
     lengths, formats = LENGTHS[name]
     arguments = case("smollm", lengths, torch.float16, formats, room=max(lengths))
     if CUDA:
-        monkeypatch.setattr("qbe.kernels.triton.paged_attention.processors", lambda device: cut.head_offsets)
+        monkeypatch.setattr("qbe.kernels.triton.attention.paged.processors", lambda device: cut.head_offsets)
         monkeypatch.setattr(decode_attention, "START", cut.start)
         monkeypatch.setattr(decode_attention, "LEAST", cut.least)
         monkeypatch.setattr(decode_attention, "parts_for", lambda *_: 0)

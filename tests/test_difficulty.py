@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qbe.analysis.difficulty import difficulty
 from qbe.engine.sampling.sampler import likeliest
-from qbe.kernels.cpu.difficulty import difficulty as on_cpu
+from qbe.kernels.cpu.rows.difficulty import difficulty as on_cpu
 from qbe.kernels.reference.difficulty import difficulty as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
@@ -36,7 +36,7 @@ def rows(seed: int, n: int, vocabulary: int, spread: float) -> torch.Tensor:
 
 
 def kernel(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    from qbe.kernels.triton.difficulty import difficulty
+    from qbe.kernels.triton.rows.difficulty import difficulty
 
     before = logits.clone()
     found = difficulty(logits, best)
@@ -156,7 +156,7 @@ def test_the_kernel_says_when_there_are_no_numbers() -> None:
 
 @on_device
 def test_the_kernel_launches_twice_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qbe.kernels.triton import difficulty as room
+    from qbe.kernels.triton.rows import difficulty as room
 
     launched = []
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from expert_samples import SLICES, layer, tokens
 from qbe.errors import QBEError
 from qbe.kernels.cpu import build, dispatch
-from qbe.kernels.cpu import nested_experts as cpu
-from qbe.kernels.ops.nested_experts import ACTIVATIONS, ExpertMatrices, nested_experts
-from qbe.kernels.reference.nested_experts import nested_experts as reference
+from qbe.kernels.cpu.experts import nested as cpu
+from qbe.kernels.ops.experts.nested import ACTIVATIONS, ExpertMatrices, nested_experts
+from qbe.kernels.reference.experts.nested import nested_experts as reference
 from qbe.kernels.reference.nested_linear import dequantise
 
 EXPERTS = 5

@@ -12,7 +12,7 @@ from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.register import OPS
 from qbe.kernels.reference.activations import precision_word
-from qbe.kernels.triton.layout import to_device_layout
+from qbe.kernels.triton.linear.tiled.layout import to_device_layout
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, on_device, run_in_interpreter
 
 EPS = 1e-5
@@ -29,8 +29,8 @@ def _kernels_on_cpu() -> object:
     """In the interpreter the kernels take CPU tensors."""
     library = torch.library.Library("qbe", "IMPL")
     if INTERPRET:
-        from qbe.kernels.triton.nested_linear import nested_linear
-        from qbe.kernels.triton.nested_linears import nested_linears
+        from qbe.kernels.triton.linear.merged import nested_linears
+        from qbe.kernels.triton.linear.nested import nested_linear
 
         for name in FUSED:
             library.impl(name, OPS[name].cuda, "CPU")
@@ -52,15 +52,15 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def bytes_of(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
-    from qbe.kernels.triton.tiled_linear import quantised
+    from qbe.kernels.triton.linear.tiled.launch import quantised
 
     return quantised(x.reshape(-1, x.shape[-1]).contiguous(), inputs, group)
 
 
 def same_halves(found: torch.Tensor, x: torch.Tensor, words: list[torch.Tensor], inputs: int, group: int) -> bool:
     """Whether these are the rows for each weight; what fills a part up to 16 bytes is not written."""
-    from qbe.kernels.triton.tiled_half import half_bytes
-    from qbe.kernels.triton.tiled_linear import half_rows
+    from qbe.kernels.triton.linear.tiled.half import half_bytes
+    from qbe.kernels.triton.linear.tiled.launch import half_rows
 
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     size, used = half_bytes(len(rows), inputs), len(rows) * (2 * inputs + 4)

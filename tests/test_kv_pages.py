@@ -145,7 +145,7 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_cpu_kernels_are_the_reference(path: str, shape: str, dtype: torch.dtype) -> None:
-    from qbe.kernels.cpu.kv_pages import quantise_pages, read_pages
+    from qbe.kernels.cpu.kv_cache.pages import quantise_pages, read_pages
 
     check(shape, dtype, quantise_pages, read_pages, "cpu", gpu=False)
 
@@ -180,7 +180,7 @@ def written(write: Callable[..., None], shape: str, dtype: torch.dtype, device: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_are_written_where_their_slots_are(path: str, shape: str, dtype: torch.dtype) -> None:
-    from qbe.kernels.cpu.kv_pages import write_rows
+    from qbe.kernels.cpu.kv_cache.pages import write_rows
 
     written(write_rows, shape, dtype, "cpu")
 
@@ -191,13 +191,13 @@ def test_rows_are_written_where_their_slots_are(path: str, shape: str, dtype: to
 def test_so_they_are_by_the_kernel(shape: str, dtype: torch.dtype) -> None:
     if INTERPRET and dtype == torch.bfloat16:
         pytest.skip("the interpreter cuts bfloat16, which makes infinity of a NaN")
-    from qbe.kernels.triton.write_rows import write_rows
+    from qbe.kernels.triton.kv_cache.write_rows import write_rows
 
     written(write_rows, shape, dtype, DEVICE)
 
 
 def test_a_slot_outside_of_the_memory(path: str) -> None:
-    from qbe.kernels.cpu.kv_pages import write_rows
+    from qbe.kernels.cpu.kv_cache.pages import write_rows
 
     if path == "torch":
         pytest.skip("the reference does not look")
@@ -224,7 +224,7 @@ def test_in_the_interpreter() -> None:
     else covering(1, list(SHAPES), [torch.float32, torch.float16]),
 )  # fmt: skip
 def test_the_kernels_are_the_reference(shape: str, dtype: torch.dtype) -> None:
-    from qbe.kernels.triton.kv_pages import quantise_pages, read_pages
+    from qbe.kernels.triton.kv_cache.pages import quantise_pages, read_pages
 
     check(shape, dtype, quantise_pages, read_pages, DEVICE, gpu=True)
 
@@ -249,7 +249,7 @@ def poisoned(quantise: Callable[..., None], bad: float, device: str, kind: int, 
 @pytest.mark.parametrize("kind", [8, 4, 2, 68, 66])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_a_number_is_not_lost(path: str, bad: float, kind: int) -> None:
-    from qbe.kernels.cpu.kv_pages import quantise_pages
+    from qbe.kernels.cpu.kv_cache.pages import quantise_pages
 
     poisoned(quantise_pages, bad, "cpu", kind, gpu=False)
 
@@ -259,7 +259,7 @@ def test_what_is_not_a_number_is_not_lost(path: str, bad: float, kind: int) -> N
     ("kind", "bad"), covering(1, [8, 4, 2, 68, 66], [float("nan"), float("inf"), float("-inf")], full=CUDA)
 )
 def test_what_is_not_a_number_is_not_lost_by_the_kernel(kind: int, bad: float) -> None:
-    from qbe.kernels.triton.kv_pages import quantise_pages
+    from qbe.kernels.triton.kv_cache.pages import quantise_pages
 
     poisoned(quantise_pages, bad, DEVICE, kind, gpu=True)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qbe.kernels.cpu import build, native
-from qbe.kernels.cpu import nested_linear as single
-from qbe.kernels.cpu import nested_linears as cpu
+from qbe.kernels.cpu.linear import merged as cpu
+from qbe.kernels.cpu.linear import nested as single
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops import paged_attention as attention_ops
@@ -113,7 +113,7 @@ def test_ops_without_python_are_those_in_python(compiled_ops: None, rows: int, d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_without_python_is_that_in_python(compiled_ops: None, dtype: torch.dtype) -> None:
-    from qbe.kernels.cpu.paged_attention import paged_attention as kernel
+    from qbe.kernels.cpu.attention.paged import paged_attention as kernel
 
     arguments = on_cpu(case("smollm", [1, 17, 64, 300], dtype, MIXED))
     for changed in ({}, {"window": 7}, {"softcap": 3.0}):

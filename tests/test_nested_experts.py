@@ -41,7 +41,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.fixture
 def tolerance() -> float:
-    """Of the norm, as of the kernels: AVX-512 reads rows as 16-bit fixed point (`qbe.kernels.cpu.nested_linear`)."""
+    """Of the norm, as of the kernels: AVX-512 reads rows as 16-bit fixed point (`qbe.kernels.cpu.linear.nested`)."""
     return 3e-4 if build.backend() in ("avx512", "amx") else 1e-5
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cpu import nested_linear as cpu
+from qbe.kernels.cpu.linear import nested as cpu
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.store.nested_linears import NestedWeightConfig, quantize_

@@ -45,7 +45,10 @@ def _kernels_on_cpu() -> object:
     """In the interpreter the kernels take CPU tensors."""
     library = torch.library.Library("qbe", "IMPL")
     if INTERPRET:
-        from qbe.kernels.triton import fused_rows, nested_linear, nested_linears, norm_rope
+        from qbe.kernels.triton.linear import merged as nested_linears
+        from qbe.kernels.triton.linear import nested as nested_linear
+        from qbe.kernels.triton.rows import fused as fused_rows
+        from qbe.kernels.triton.rows import norm_rope
 
         for module in (norm_rope, fused_rows, nested_linear, nested_linears):
             for name in OWN:
@@ -180,8 +183,10 @@ def test_norms_and_gates_take_sums_along_and_hand_over_what_linears_read(
     expected = model(ids).logits
     readers = patch_projections(model, patch_modules._replace)
     assert readers.keys() == {256}
-    from qbe.kernels.triton import fused_rows, norm_rope, tiled_linear
-    from qbe.kernels.triton import nested_linears as merged
+    from qbe.kernels.triton.linear import merged
+    from qbe.kernels.triton.linear.tiled import launch as tiled_linear
+    from qbe.kernels.triton.rows import fused as fused_rows
+    from qbe.kernels.triton.rows import norm_rope
 
     launched: list[str] = []
     for module, name in (

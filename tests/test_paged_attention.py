@@ -11,7 +11,7 @@ import torch
 from covering import covering
 from kv_samples import ALIGN, PAGE_SIZE, Memory
 from qbe.kernels.cpu import build
-from qbe.kernels.cpu.paged_attention import paged_attention as cpu_kernel
+from qbe.kernels.cpu.attention.paged import paged_attention as cpu_kernel
 from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.reference.kv_pages import read_pages, rearrange
 from qbe.kernels.reference.paged_attention import paged_attention as reference
@@ -272,7 +272,7 @@ def test_every_precision_alone(bits: int) -> None:
 def test_rows_of_one_sequence_see_those_before_them(window: int) -> None:
     """Three rows at the end of the last sequence, the others alone: the keys of all are written before any attends."""
     from qbe.kernels.cuda.dispatch import paged_attention
-    from qbe.kernels.triton.write_rows import write_rows
+    from qbe.kernels.triton.kv_cache.write_rows import write_rows
 
     def kernel(**given: Any) -> torch.Tensor:
         write_rows(*(given[name] for name in ("key", "value", "memory", "head_offsets", "slots")))

@@ -38,7 +38,7 @@ def test_the_kernel_is_attention_page_by_page(dtype, start, count, window, softc
     """With sinks where the start is a round number."""
     if INTERPRET and dtype == torch.bfloat16:
         pytest.skip("the interpreter cuts bfloat16 instead of rounding it")
-    from qbe.kernels.triton.prompt_attention import prompt_attention
+    from qbe.kernels.triton.attention.prompt import prompt_attention
 
     shape = KVShape(2, 40, 24)
     pool, prompt, query = prompt_in_pages(shape, 6, start, count, bits, dtype, DEVICE)

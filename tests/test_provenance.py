@@ -208,7 +208,7 @@ def test_other_sources_have_other_digests(tmp_path: Path, monkeypatch: pytest.Mo
     shutil.copytree(digests.KERNELS, tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     monkeypatch.setattr(digests, "KERNELS", tmp_path / "kernels")
     assert digests.kernels_digest() == before
-    (tmp_path / "kernels" / "cpu" / "rows.c").rename(tmp_path / "kernels" / "cpu" / "columns.c")
+    (tmp_path / "kernels/cpu/linear/rows.c").rename(tmp_path / "kernels/cpu/linear/columns.c")
     assert digests.kernels_digest() != before
 
 

@@ -18,7 +18,8 @@ import torch
 import qbe.kernels.ops
 from qbe.kernels.ops.register import OPS, Op, register
 
-MODULES = sorted(p.stem for p in Path(qbe.kernels.ops.__path__[0]).glob("[a-z]*.py"))
+FOLDER = Path(qbe.kernels.ops.__path__[0])
+MODULES = sorted(".".join(p.relative_to(FOLDER).with_suffix("").parts) for p in FOLDER.rglob("[a-z]*.py"))
 MADE_UP = "qbe_test_scale_rows"
 
 

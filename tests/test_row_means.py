@@ -8,7 +8,7 @@ import torch
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 if CUDA or INTERPRET:
-    from qbe.kernels.triton.row_means import LARGEST, RowMeans
+    from qbe.kernels.triton.rows.means import LARGEST, RowMeans
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")

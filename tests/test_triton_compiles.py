@@ -29,8 +29,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> i
 
 @pytest.mark.parametrize("ones", [(), ("blocks",), ("N", "K", "blocks")], ids=str)
 def test_experts(ones: tuple[str, ...]) -> None:
-    from qbe.kernels.triton.nested_experts import _parts
-    from qbe.kernels.triton.nested_experts_kernel import experts_kernel
+    from qbe.kernels.triton.experts.nested import _parts
+    from qbe.kernels.triton.experts.nested_kernel import experts_kernel
 
     numbers = {"x_ptr": "*bf16", "meta_ptr": "*u8", "y_ptr": "*bf16", "alpha": "fp32", "limit": "fp32"}
     order = dict.fromkeys(("packed_ptr", "exponents_ptr", "words_ptr", "first_ptr", "tile_expert_ptr"), "*i32")
@@ -45,8 +45,9 @@ def test_experts(ones: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["batch_three_kernel"])
 def test_several_weights_in_a_launch(name: str) -> None:
-    from qbe.kernels.triton import tiled_batch_kernel, tiled_decode_kernel
-    from qbe.kernels.triton.layout import unit
+    from qbe.kernels.triton.linear.tiled import batch_kernel as tiled_batch_kernel
+    from qbe.kernels.triton.linear.tiled import decode_kernel as tiled_decode_kernel
+    from qbe.kernels.triton.linear.tiled.layout import unit
 
     few = name.startswith("decode")
     kernel = getattr(tiled_decode_kernel if few else tiled_batch_kernel, name)

@@ -15,8 +15,8 @@ from test_triton_kernel import CUDA, INTERPRET, TOLERANCE, Case, close, on_devic
 from test_triton_tiled import tiled
 
 if CUDA or INTERPRET:
-    from qbe.kernels.triton.nested_linears import nested_linears
-    from qbe.kernels.triton.round_rows import round_rows
+    from qbe.kernels.triton.linear.merged import nested_linears
+    from qbe.kernels.triton.linear.round_rows import round_rows
 
 GEARS = [(w, a) for a in (8, 16) for w in (4, 6, 8, 16)]
 WORDS = [precision_word(*gear) for gear in GEARS]

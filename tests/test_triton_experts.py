@@ -9,13 +9,13 @@ import torch
 
 from covering import covering
 from expert_samples import layer, tokens
-from qbe.kernels.ops.nested_experts import ACTIVATIONS, ExpertMatrices
-from qbe.kernels.reference.nested_experts import nested_experts as reference
+from qbe.kernels.ops.experts.nested import ACTIVATIONS, ExpertMatrices
+from qbe.kernels.reference.experts.nested import nested_experts as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_in_interpreter
 
 if CUDA or INTERPRET:
-    from qbe.kernels.triton import nested_experts as triton_experts
-    from qbe.kernels.triton.expert_order import order_pairs
+    from qbe.kernels.triton.experts import nested as triton_experts
+    from qbe.kernels.triton.experts.order import order_pairs
 
 EXPERTS = 5
 # Two linear layers one after the other; the first one's results are rounded (the interpreter cuts bfloat16).

@@ -36,7 +36,7 @@ on_device = pytest.mark.skipif(not (CUDA or INTERPRET), reason="needs a GPU or T
 on_gpu = pytest.mark.skipif(not CUDA or INTERPRET, reason="needs a GPU")
 
 if CUDA or INTERPRET:
-    from qbe.kernels.triton.nested_linear import launch_config, nested_linear
+    from qbe.kernels.triton.linear.nested import launch_config, nested_linear
 
 if INTERPRET:
     import numpy as np

@@ -41,7 +41,7 @@ def cases(m: int, outputs: tuple[int, ...], k: int, bias: bool, original: bool, 
 def test_each_weight_keeps_its_own_bits(
     m: int, outputs: tuple[int, ...], k: int, bias: bool, original: bool, dtype: torch.dtype
 ) -> None:
-    from qbe.kernels.triton.nested_linears import nested_linears
+    from qbe.kernels.triton.linear.merged import nested_linears
 
     made = cases(m, outputs, k, bias, original, dtype)
     widths = [4, 6, 8, 16] if original else [4, 6, 8]

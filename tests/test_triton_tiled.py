@@ -12,9 +12,9 @@ from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.reference.activations import precision_word
-from qbe.kernels.triton.layout import from_device_layout, group_size_of, to_device_layout
-from qbe.kernels.triton.nested_linear import nested_linear
-from qbe.kernels.triton.nested_linears import nested_linears
+from qbe.kernels.triton.linear.merged import nested_linears
+from qbe.kernels.triton.linear.nested import nested_linear
+from qbe.kernels.triton.linear.tiled.layout import from_device_layout, group_size_of, to_device_layout
 from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, TOLERANCE, Case, close, on_device, on_gpu, run_in_interpreter
 
 

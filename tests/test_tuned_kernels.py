@@ -14,7 +14,7 @@ import torch
 
 from conftest import byte_tokenizer, tiny_llama
 from qbe import Budget, Engine, SamplingParams
-from qbe.kernels.triton import candidates
+from qbe.kernels.triton.linear import candidates
 from qbe.kernels.tuning import tunable as module
 from qbe.kernels.tuning.compiling import CompilePool
 from qbe.kernels.tuning.store import TunedStore
@@ -26,8 +26,8 @@ from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_i
 LIMIT_S = 300.0
 
 if CUDA or INTERPRET:
-    from qbe.kernels.triton.nested_linear import PLAIN, nested_linear
-    from qbe.kernels.triton.tiled_configs import BATCH, DECODE
+    from qbe.kernels.triton.linear.nested import PLAIN, nested_linear
+    from qbe.kernels.triton.linear.tiled.configs import BATCH, DECODE
 
     TUNABLES = {"decode": DECODE, "batch": BATCH, "plain": PLAIN}
 

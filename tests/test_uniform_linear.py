@@ -20,9 +20,9 @@ E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 NATIVE = pytest.mark.parametrize("dtype", [E4M3, INT8], ids=["e4m3", "int8"])
 
 if CUDA or INTERPRET:
-    from qbe.kernels.triton import uniform_linear as module
-    from qbe.kernels.triton.dequantise import dequantise
-    from qbe.kernels.triton.eight_bit_rows import eight_bit_rows
+    from qbe.kernels.triton.linear.eight_bit_rows import eight_bit_rows
+    from qbe.kernels.triton.linear.tiled import uniform as module
+    from qbe.kernels.triton.linear.tiled.dequantise import dequantise
 
 if INTERPRET:
     import numpy as np

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.cpu.difficulty import difficulty as on_cpu
+from qbe.kernels.cpu.rows.difficulty import difficulty as on_cpu
 
 
 def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
@@ -20,7 +20,7 @@ def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         NaN where the logits are no numbers.
     """
     if logits.is_cuda:
-        from qbe.kernels.triton.difficulty import difficulty as on_gpu
+        from qbe.kernels.triton.rows.difficulty import difficulty as on_gpu
 
         return on_gpu(logits, best)
     return on_cpu(logits, best)

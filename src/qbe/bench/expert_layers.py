@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm, linear, silu
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
-from qbe.kernels.ops.nested_experts import ExpertMatrices, nested_experts
+from qbe.kernels.ops.experts.nested import ExpertMatrices, nested_experts
 from qbe.kernels.reference.activations import precision_byte, weight_bits, word_of_byte
 from qbe.sites import FULL_BITS
 from qbe.store.nested_linears import NestedWeightConfig

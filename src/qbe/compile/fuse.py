@@ -20,7 +20,7 @@ from qbe.kernels.cuda.dispatch import WHOLE_ROW, input_form
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
-from qbe.kernels.triton.layout import group_size_of, padded_shape
+from qbe.kernels.triton.linear.tiled.layout import group_size_of, padded_shape
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qbe.format.kv_blocks import quantised_pages
 from qbe.kernels.cpu import dispatch
-from qbe.kernels.cpu import prompt_attention as on_cpu
+from qbe.kernels.cpu.attention import prompt as on_cpu
 from qbe.kvcache import latent
 from qbe.kvcache.allocator import Page, PageFormat
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, block_ids_of, pages_for
@@ -96,7 +96,7 @@ def attend_prompt(
         own = key + key * 0  # infinite keys as their pages have them
         return attend(query, own, value, None, scaling, softcap, sinks)
     if has_kernel(query):
-        from qbe.kernels.triton.prompt_attention import prompt_attention
+        from qbe.kernels.triton.attention.prompt import prompt_attention
 
         return prompt_attention(*about, softcap or 0.0, sinks)[None]
     if lowered:

@@ -23,7 +23,7 @@ class Shares:
     """
 
     def __init__(self, pool: PagePool, windows: Sequence[int | None]) -> None:
-        from qbe.kernels.triton.paged_attention import processors
+        from qbe.kernels.triton.attention.paged import processors
 
         self.windows = [window or 0 for window in windows]
         self.cuts: list[torch.Tensor | None] = [None] * len(self.windows)

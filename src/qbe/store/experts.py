@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qbe.kernels.ops import nested_experts as ops
+from qbe.kernels.ops.experts import nested as ops
 from qbe.kernels.ops.nested_linear import nested_linear
 from qbe.kernels.reference.activations import word_of_byte
-from qbe.kernels.reference.nested_experts import gated
+from qbe.kernels.reference.experts.nested import gated
 from qbe.store.nested_experts import NestedExperts
 
 NAME = "qbe"  # among transformers' implementations of experts

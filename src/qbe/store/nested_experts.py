@@ -14,7 +14,7 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout
-from qbe.kernels.ops.nested_experts import ExpertMatrices
+from qbe.kernels.ops.experts.nested import ExpertMatrices
 from qbe.kernels.reference.activations import precision_byte, word_of_byte
 from qbe.sites import FULL_BITS
 from qbe.store.nested_tensor import NestedTensor

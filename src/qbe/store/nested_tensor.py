@@ -20,7 +20,7 @@ from qbe.format.gears import DEFAULT_SLICES
 from qbe.format.layout import SliceLayout, padded
 from qbe.format.packing import pack
 from qbe.kernels.cpu import dispatch
-from qbe.kernels.cpu import nested_linear as cpu_linear
+from qbe.kernels.cpu.linear import nested as cpu_linear
 from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.gradients import without_gradient
@@ -36,7 +36,7 @@ class NestedTensor(TorchAOBaseTensor):
 
     Tensor data:
         packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.format.layout`); on a GPU uint8
-            [bytes], the same in the order its kernels read (`qbe.kernels.triton.layout`).
+            [bytes], the same in the order its kernels read (`qbe.kernels.triton.linear.tiled.layout`).
         meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.format.scales`).
         bits: int32 [rows] or [1]: word of precision of each row of the input (`qbe.kernels.ops.nested_linear`); one
             serves all rows. `set_bits` sets it. An engine binds it to a row of its plan, and a write to the plan
@@ -52,7 +52,7 @@ class NestedTensor(TorchAOBaseTensor):
         shape, dtype: those of the original weight.
         batch_invariant: as the op's; False where rows of a step share what they read (`qbe.store.shared_rows`).
         uniform: what `bits` holds when whoever wrote it knows that every row of a long step has the same, else None.
-            A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
+            A prompt then needs no kernel that asks each row (`qbe.kernels.triton.linear.tiled.uniform`).
         native: float8_e4m3fn or int8, in which such a prompt is multiplied on a GPU where its activations have 8 bits;
             None, as long as nobody sets it: tiled weights then have 16-bit products, whatever the word says.
         float32_output: results are float32 and not rounded to the model's dtype (`qbe.kernels.ops.nested_linear`), as
@@ -240,7 +240,7 @@ class NestedTensor(TorchAOBaseTensor):
         """The slices in the canonical layout, uint8 [total_bits, N*Kp/8], whatever layout the device has."""
         if self.packed.dim() == 2:
             return self.packed
-        from qbe.kernels.triton.layout import from_device_layout
+        from qbe.kernels.triton.linear.tiled.layout import from_device_layout
 
         return from_device_layout(self.packed, self.meta.to(self.packed.device), self.layout, self.in_features)
 
@@ -298,7 +298,7 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
     bits = weight.bits
     bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
     if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1:
-        from qbe.kernels.triton.uniform_linear import uniform_linear
+        from qbe.kernels.triton.linear.tiled.uniform import uniform_linear
 
         y = uniform_linear(
             x, weight.packed, bits, weight.original, bias, weight.slices, weight.exponent, weight.shape[0],

@@ -150,7 +150,7 @@ def device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Ten
 
 def tiled_size(n: int, k: int, layout: SliceLayout, group_size: int, canonical: int) -> int:
     """Bytes that a weight [n, k] of so many canonical ones will have on a GPU (`device_layout`)."""
-    from qbe.kernels.triton.layout import GROUPS, tiled_bytes
+    from qbe.kernels.triton.linear.tiled.layout import GROUPS, tiled_bytes
 
     size = tiled_bytes(n, k, layout, group_size) if group_size in GROUPS else None
     return canonical if size is None or size > max(SMALL, MOST_PADDING * canonical) else size
@@ -159,11 +159,11 @@ def tiled_size(n: int, k: int, layout: SliceLayout, group_size: int, canonical: 
 def tile(
     packed: torch.Tensor, meta: torch.Tensor, layout: SliceLayout, in_features: int, exponent: int
 ) -> torch.Tensor | None:
-    """The tiled buffer of a canonical one (`qbe.kernels.triton.layout`), uint8 [bytes].
+    """The tiled buffer of a canonical one (`qbe.kernels.triton.linear.tiled.layout`), uint8 [bytes].
 
     None where there is none, or where its padding costs more memory than it is worth: 576 inputs would become 768.
     """
-    from qbe.kernels.triton.layout import to_device_layout
+    from qbe.kernels.triton.linear.tiled.layout import to_device_layout
 
     tiled = to_device_layout(packed, meta, layout, in_features, exponent)
     canonical = packed.numel() + meta.numel()

@@ -54,7 +54,7 @@ def _row_means(device: torch.device) -> AbstractContextManager[Any]:
     """In which a norm of a row does not depend on how many there are."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return nullcontext()  # torch's are so on a CPU
-    from qbe.kernels.triton.row_means import RowMeans
+    from qbe.kernels.triton.rows.means import RowMeans
 
     return RowMeans(device)
 

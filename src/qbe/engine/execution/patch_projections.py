@@ -216,7 +216,7 @@ def input_sizes(weights: Sequence[Any], x: torch.Tensor) -> InputSizes | None:
     form = input_form(rows, x.dtype, True, len(weights), first.batch_invariant)
     if form is None:
         return None
-    from qbe.kernels.triton.layout import padded_shape
+    from qbe.kernels.triton.linear.tiled.layout import padded_shape
 
     inputs = padded_shape(first.shape[0], k, SliceLayout.of(first.slices))[1]
     if form == "half" and inputs > WHOLE_ROW:

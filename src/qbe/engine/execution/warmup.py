@@ -129,8 +129,8 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
         cache: through which a step has run.
         pages: that one sequence can have.
     """
-    from qbe.kernels.triton.paged_attention import MOST_SPLITS, combine
-    from qbe.kernels.triton.write_rows import write_rows
+    from qbe.kernels.triton.attention.paged import MOST_SPLITS, combine
+    from qbe.kernels.triton.kv_cache.write_rows import write_rows
 
     pool = cache.pool
     spare = torch.tensor([pool.spare], device=pool.device)

@@ -1,5 +1,5 @@
 /* The CPU kernels of qbe::nested_linear and qbe::paged_attention: a plain shared object, called through ctypes (see
-   nested_linear.py, paged_attention.py).
+   linear/nested.py, attention/paged.py).
 
    Layout and semantics: qbe/format/layout.py, qbe/format/scales.py, qbe/kernels/reference/nested_linear.py.
 
@@ -18,35 +18,35 @@
 #define X86 1
 #endif
 
-#include "store.c"
+#include "linear/store.c"
 
 #include "job.c"
 
-#include "activations.c"
+#include "linear/activations.c"
 
-#include "dot_float.c"
+#include "linear/dot_float.c"
 
 #ifdef X86
-#include "codes_avx512.c"
+#include "linear/codes_avx512.c"
 
-#include "panel_avx512.c"
+#include "linear/panel_avx512.c"
 
-#include "dot_vnni.c"
+#include "linear/dot_vnni.c"
 
-#include "dot_few.c"
+#include "linear/dot_few.c"
 
-#include "dot_tiles.c"
+#include "linear/dot_tiles.c"
 
-#include "dot_bfloat16.c"
+#include "linear/dot_bfloat16.c"
 
-#include "dot_winograd.c"
+#include "linear/dot_winograd.c"
 
-#include "dot_pairs.c"
+#include "linear/dot_pairs.c"
 #endif
 
-#include "rows.c"
+#include "linear/rows.c"
 
-#include "dequantise.c"
+#include "linear/dequantise.c"
 
 #include "pool.c"
 
@@ -54,15 +54,15 @@ enum { SCALAR, AVX2, AVX512, TILES };
 
 static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
-#include "attention.c"
+#include "attention/attention.c"
 
-#include "prompt_attention.c"
+#include "attention/prompt.c"
 
-#include "norm_rope.c"
+#include "rows/norm_rope.c"
 
-#include "difficulty.c"
+#include "rows/difficulty.c"
 
-#include "dot_full.c"
+#include "linear/dot_full.c"
 
 #ifndef QBE_SOURCE_HASH
 #define QBE_SOURCE_HASH ""
@@ -383,6 +383,6 @@ int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, co
     return 0;
 }
 
-#include "experts.c"
+#include "experts/experts.c"
 
-#include "mamba2_step.c"
+#include "recurrent/mamba2_step.c"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "nested.c"
-INCLUDED = sorted(set(FOLDER.glob("*.c")) - {SOURCE})
+INCLUDED = sorted(set(FOLDER.rglob("*.c")) - {SOURCE})
 # -ffp-contract=off: sums round the same way on every path and with every compiler.
 FLAGS = ("-std=c11", "-O3", "-pthread", "-ffp-contract=off")
 

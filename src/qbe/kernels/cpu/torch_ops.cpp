@@ -78,7 +78,7 @@ Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes, bool float32_
     return Tensor(out);
 }
 
-// geometry.py and `check` of nested_linear.py; false: Python says what is wrong. bits: of the rows, or of more.
+// geometry.py and `check` of linear/nested.py; false: Python says what is wrong. bits: of the rows, or of more.
 bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &packed, const Tensor &meta, const Tensor &bits,
           const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent, bool float32_output = false) {
     if (packed.dim() != 2 || meta.dim() != 3 || slices.empty() || slices.size() > 8 || exponent < 1 || exponent > 254)

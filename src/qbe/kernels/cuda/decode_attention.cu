@@ -1,5 +1,5 @@
 // Attention of one new token per sequence over its pages, each read at its own precision: what
-// qbe/kernels/triton/paged_attention_kernel.py computes, for the shapes that matter most. Pages are laid out as
+// qbe/kernels/triton/attention/paged_kernel.py computes, for the shapes that matter most. Pages are laid out as
 // qbe/format/kv_blocks.py says for a GPU; tokens and channels of a product come in whatever order the codes have.
 //
 // There is a block for each processor. It serves parts of one or more pairs, one after the other: of a key head of a

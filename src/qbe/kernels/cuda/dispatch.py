@@ -1,7 +1,7 @@
 """Which kernel of a GPU runs when: Triton's or CUDA C++'s, for how many rows, in which layout and dtype.
 
 Everything that is decided by these is decided here, without Triton: the store and compiled graphs ask, too. How a
-kernel is then launched (tiles, splits, warps) is its own: `qbe.kernels.triton.tiled_configs` and what was tuned.
+kernel is then launched (tiles, splits, warps) is its own: `qbe.kernels.triton.linear.tiled.configs` and what was tuned.
 
 nested_linear(s)     uniform     the host knows that all rows read one precision word: the weight once, then a
                                  library's product
@@ -12,7 +12,7 @@ nested_linear(s)     uniform     the host knows that all rows read one precision
                                  (either: up to three weights that read the same x in one launch)
                      prefill     from 256: the weight once for each precision, then a dense product
                      float32     exact, not fast
-nested_experts       Triton's, whatever the rows (`qbe.kernels.ops.nested_experts`)
+nested_experts       Triton's, whatever the rows (`qbe.kernels.ops.experts.nested`)
 paged attention      CUDA C++ where it has a kernel (`decode_attention.serves`: Hopper's instructions, heads of 64 or
                      128), else Triton; bounded attention is Triton's
 """
@@ -42,7 +42,7 @@ def linear_kernel(
     """Which kernel multiplies so many rows of that dtype, at least one, whatever their precision words.
 
     Args:
-        tiled: whether the weight is in the tiled layout (`qbe.kernels.triton.layout`).
+        tiled: whether the weight is in the tiled layout (`qbe.kernels.triton.linear.tiled.layout`).
         original: dtype of the 16-bit weight, if there is one.
         batch_invariant: whether a row of few has to come out the same, bit for bit, whatever rows are beside it.
     """
@@ -91,7 +91,7 @@ def paged_attention(
     `batch_invariant` the op of that name. Any head sizes, any ratio of query to key heads up to 64.
     """
     from qbe.kernels.cuda import decode_attention
-    from qbe.kernels.triton import paged_attention as in_triton
+    from qbe.kernels.triton.attention import paged as in_triton
 
     where = memory, head_offsets, slots, block_tables, lengths, entropy
     if decode_attention.serves(query, key, value, softcap):

@@ -66,7 +66,7 @@ def linear_many(
         placed = rows.new_zeros(len(order), rows.shape[1]).index_copy_(0, place, rows)
         many_rows.multiply(placed, packed, precision_words, bias, exponent, y, order, precisions=precisions)
     if original is not None:
-        from qbe.kernels.triton.tiled_dense_kernel import dense_kernel
+        from qbe.kernels.triton.linear.tiled.dense_kernel import dense_kernel
 
         tile_of = {
             "BM": 128, "BN": 256, "BK": 64, "STAGES": 3, "EVEN": k % 64 == 0, "KSTEPS": -(-k // 64), "num_warps": 8,

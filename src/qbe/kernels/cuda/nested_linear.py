@@ -96,7 +96,7 @@ def _many(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Of many rows, or in float32; the launches do not depend on the precision_words."""
-    from qbe.kernels.triton.round_rows import round_rows
+    from qbe.kernels.triton.linear.round_rows import round_rows
 
     k = x.shape[1]
     rounded = round_rows(x, precision_words, group_size_of(packed, n, k))
@@ -120,7 +120,7 @@ def _dense(
     bias: torch.Tensor | None, n: int, exponent: int, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """In x's dtype: each precision in use is dequantised once and multiplied for its rows."""
-    from qbe.kernels.triton.tiled_dense_kernel import dense_kernel
+    from qbe.kernels.triton.linear.tiled.dense_kernel import dense_kernel
 
     k = x.shape[1]
     y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device)

@@ -17,8 +17,8 @@ OP = register(
     "bounded_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
     "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, Tensor originals, Tensor limits, Tensor(c!) counts, "
     "float scaling, int window, float softcap, Tensor? sinks=None) -> Tensor",
-    cpu="qbe.kernels.cpu.paged_attention:bounded_attention",
-    cuda="qbe.kernels.triton.bounded_attention:bounded_attention",
+    cpu="qbe.kernels.cpu.attention.paged:bounded_attention",
+    cuda="qbe.kernels.triton.attention.bounded:bounded_attention",
     fake=_fake,
 )
 

@@ -29,7 +29,7 @@ OP = register(
     "Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor dynamic_precision, "
     "Tensor precision_words, int point) -> Tensor",
     cpu="qbe.kernels.reference.cascade:cascade",
-    cuda="qbe.kernels.triton.cascade:cascade",
+    cuda="qbe.kernels.triton.rows.cascade:cascade",
     fake=_fake,
 )
 

@@ -53,24 +53,24 @@ def fake_linears(
 
 NORM = register(
     "norm(Tensor x, Tensor weight, float eps, int inputs, int group, Tensor[] bits) -> (Tensor, Tensor)",
-    cuda="qbe.kernels.triton.fused_rows:norm",
+    cuda="qbe.kernels.triton.rows.fused:norm",
     fake=fake_norm,
 )
 ADD_NORM = register(
     "add_norm(Tensor x, Tensor added, Tensor weight, float eps, int inputs, int group, Tensor[] bits) "
     "-> (Tensor, Tensor, Tensor)",
-    cuda="qbe.kernels.triton.fused_rows:add_norm",
+    cuda="qbe.kernels.triton.rows.fused:add_norm",
     fake=fake_add_norm,
 )
 GATE = register(
     "gate(Tensor gate, Tensor up, int inputs, int group, Tensor[] bits) -> (Tensor, Tensor)",
-    cuda="qbe.kernels.triton.fused_rows:gate",
+    cuda="qbe.kernels.triton.rows.fused:gate",
     fake=fake_gate,
 )
 CONVERTED_LINEARS = register(
     "converted_linears(Tensor x, Tensor ready, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
     "Tensor[] biases, int[] slices, int[] exponents, bool float32_output=False, bool batch_invariant=True) -> Tensor",
-    cuda="qbe.kernels.triton.nested_linears:converted_linears",
+    cuda="qbe.kernels.triton.linear.merged:converted_linears",
     fake=fake_linears,
 )
 
@@ -83,13 +83,13 @@ def norm(
     Args:
         x: float16 or bfloat16 [..., K], contiguous.
         weight: [K] in x's dtype.
-        inputs: K padded as the weights of the linears are (`qbe.kernels.triton.layout.padded_shape`).
+        inputs: K padded as the weights of the linears are (`qbe.kernels.triton.linear.tiled.layout.padded_shape`).
         group: inputs that share a scale of these weights, 64 or 128.
         bits: int32 [rows] of each of these weights if the batch kernel reads x; none if the decode kernel does
             (`qbe.kernels.cuda.dispatch.input_form`). With bits, `inputs` are at most `WHOLE_ROW` there.
 
     Returns:
-        The normed x, and uint8 [bytes], that as `qbe.kernels.triton.tiled_half` or `tiled_quantise` describes.
+        The normed x, and uint8 [bytes], that as `qbe.kernels.triton.linear.tiled.half` or `.quantise` describes.
     """
     normed, ready = torch.ops.qbe.norm.default(x, weight, eps, inputs, group, bits)
     return normed, ready

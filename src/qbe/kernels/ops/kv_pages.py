@@ -25,9 +25,9 @@ def write_rows(
         slots: int64 `[T]`, address of a page of format 0 | where in it a token goes.
     """
     if memory.is_cuda:
-        from qbe.kernels.triton.write_rows import write_rows as kernel
+        from qbe.kernels.triton.kv_cache.write_rows import write_rows as kernel
     else:
-        from qbe.kernels.cpu.kv_pages import write_rows as kernel
+        from qbe.kernels.cpu.kv_cache.pages import write_rows as kernel
     kernel(key, value, memory, head_offsets, slots)
 
 
@@ -50,9 +50,9 @@ def quantise_pages(
         dtype: of pages of 16 bits.
     """
     if memory.is_cuda:
-        from qbe.kernels.triton.kv_pages import quantise_pages as kernel
+        from qbe.kernels.triton.kv_cache.pages import quantise_pages as kernel
     else:
-        from qbe.kernels.cpu.kv_pages import quantise_pages as kernel
+        from qbe.kernels.cpu.kv_cache.pages import quantise_pages as kernel
     kernel(memory, head_offsets, sources, targets, shape, dtype)
 
 
@@ -71,7 +71,7 @@ def read_pages(
         dtype: of pages of 16 bits and of the result.
     """
     if memory.is_cuda:
-        from qbe.kernels.triton.kv_pages import read_pages as kernel
+        from qbe.kernels.triton.kv_cache.pages import read_pages as kernel
     else:
-        from qbe.kernels.cpu.kv_pages import read_pages as kernel
+        from qbe.kernels.cpu.kv_cache.pages import read_pages as kernel
     return kernel(memory, head_offsets, block_ids, shape, dtype)

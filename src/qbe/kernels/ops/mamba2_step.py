@@ -64,6 +64,6 @@ OP = register(
     "mamba2_step(Tensor projected, Tensor(a!) memory, Tensor conv_at, Tensor state_at, Tensor bits, Tensor positions, "
     "Tensor conv_weight, Tensor conv_bias, Tensor dt_bias, Tensor a, Tensor d, Tensor? norm, float eps, int head_dim, "
     "int groups, int norm_groups, int gating) -> Tensor",
-    cpu="qbe.kernels.cpu.mamba2_step:mamba2_step",
+    cpu="qbe.kernels.cpu.recurrent.mamba2_step:mamba2_step",
     fake=_fake,
 )

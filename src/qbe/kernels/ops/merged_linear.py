@@ -61,7 +61,7 @@ def fake(
 OP = register(
     "nested_linears(Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, Tensor[] biases, "
     "int[] slices, int[] exponents, bool batch_invariant=True) -> Tensor",
-    cpu="qbe.kernels.cpu.nested_linears:nested_linears",
-    cuda="qbe.kernels.triton.nested_linears:nested_linears",
+    cpu="qbe.kernels.cpu.linear.merged:nested_linears",
+    cuda="qbe.kernels.triton.linear.merged:nested_linears",
     fake=fake,
 )

@@ -73,7 +73,7 @@ def _fake(
 OP = register(
     "nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
     "int[] slices, int exponent, bool float32_output=False, bool batch_invariant=True) -> Tensor",
-    cpu="qbe.kernels.cpu.nested_linear:nested_linear",
-    cuda="qbe.kernels.triton.nested_linear:nested_linear",
+    cpu="qbe.kernels.cpu.linear.nested:nested_linear",
+    cuda="qbe.kernels.triton.linear.nested:nested_linear",
     fake=_fake,
 )

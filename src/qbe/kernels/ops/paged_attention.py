@@ -27,7 +27,7 @@ def _fake_share(*tensors: torch.Tensor) -> None:
 
 PAGED = register(
     f"paged_attention({_ATTENTION}{_SINKS}) -> Tensor",
-    cpu="qbe.kernels.cpu.paged_attention:paged_attention",
+    cpu="qbe.kernels.cpu.attention.paged:paged_attention",
     cuda="qbe.kernels.cuda.dispatch:paged_attention",
     fake=_fake,
 )

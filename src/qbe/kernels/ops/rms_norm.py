@@ -1,9 +1,9 @@
 """`qbe::rms_norm`: RMS norm as one op.
 
 Transformers' Llama makes eight operations of torch of it, and a step of few rows on a CPU is largely the calling of
-such, and on a GPU of launches. Compiled (`cpu/norm_rope.c`) it rounds wherever torch does, so that no bit differs; on a
-GPU (`triton/norm_rope.py`) the sum of squares has another order.
-`qbe.engine.execution.patch_modules` puts it into models.
+such, and on a GPU of launches. Compiled (`cpu/rows/norm_rope.c`) it rounds wherever torch does, so that no bit differs;
+on a GPU (`triton/rows/norm_rope.py`) the sum of squares has another order. `qbe.engine.execution.patch_modules` puts it
+into models.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _fake(x: torch.Tensor, _weight: torch.Tensor, _eps: float) -> torch.Tensor:
 OP = register(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     cpu=_rms_norm,
-    cuda="qbe.kernels.triton.norm_rope:rms_norm",
+    cuda="qbe.kernels.triton.rows.norm_rope:rms_norm",
     fake=_fake,
 )
 
@@ -60,6 +60,6 @@ def _fake_add(
 ADD_OP = register(
     "add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor)",
     cpu=_add_rms_norm,
-    cuda="qbe.kernels.triton.norm_rope:add_rms_norm",
+    cuda="qbe.kernels.triton.rows.norm_rope:add_rms_norm",
     fake=_fake_add,
 )

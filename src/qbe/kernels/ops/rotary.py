@@ -36,7 +36,7 @@ def _fake(x: torch.Tensor, _cos: torch.Tensor, _sin: torch.Tensor) -> torch.Tens
 OP = register(
     "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     cpu=_rotate,
-    cuda="qbe.kernels.triton.norm_rope:rotate",
+    cuda="qbe.kernels.triton.rows.norm_rope:rotate",
     fake=_fake,
 )
 
@@ -56,6 +56,6 @@ def _fake_both(
 BOTH_OP = register(
     "rotate_both(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
     cpu=_rotate_both,
-    cuda="qbe.kernels.triton.norm_rope:rotate_both",
+    cuda="qbe.kernels.triton.rows.norm_rope:rotate_both",
     fake=_fake_both,
 )

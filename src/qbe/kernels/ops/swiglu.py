@@ -23,5 +23,5 @@ def _fake(gate: torch.Tensor, _up: torch.Tensor) -> torch.Tensor:
 
 
 OP = register(
-    "swiglu(Tensor gate, Tensor up) -> Tensor", cpu=_swiglu, cuda="qbe.kernels.triton.norm_rope:swiglu", fake=_fake
+    "swiglu(Tensor gate, Tensor up) -> Tensor", cpu=_swiglu, cuda="qbe.kernels.triton.rows.norm_rope:swiglu", fake=_fake
 )

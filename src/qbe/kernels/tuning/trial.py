@@ -31,7 +31,7 @@ class _Weights:
         for n in outputs:
             meta = _bytes((2 * len(layout.precisions), n, kp // group), device)
             if tiled:
-                from qbe.kernels.triton.layout import tiled_bytes
+                from qbe.kernels.triton.linear.tiled.layout import tiled_bytes
 
                 packed = _bytes((tiled_bytes(n, k, layout, group),), device)
                 packed[-(-(-n // 64) * 16) :] = 0  # the counters
@@ -101,8 +101,8 @@ class TuningTrial:
         self._bits.fill_(width)
 
     def _run(self, config: Config, w: _Weights, bits: torch.Tensor) -> torch.Tensor:
-        from qbe.kernels.triton.nested_linear import nested_linear
-        from qbe.kernels.triton.nested_linears import nested_linears
+        from qbe.kernels.triton.linear.merged import nested_linears
+        from qbe.kernels.triton.linear.nested import nested_linear
 
         slices = self.problem.slices
         if len(w.packed) > 1:

@@ -236,7 +236,7 @@ def _software() -> tuple[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     source = hashlib.sha256()
-    for path in sorted((Path(__file__).parents[1] / "triton").glob("*.py")):
+    for path in sorted((Path(__file__).parents[1] / "triton").rglob("*.py")):
         source.update(path.read_bytes())
     try:
         triton = version("triton")

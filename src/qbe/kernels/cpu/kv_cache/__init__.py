@@ -1,0 +1,1 @@
+"""Pages of the KV cache: written, quantised, read."""

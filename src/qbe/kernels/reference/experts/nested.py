@@ -1,0 +1,65 @@
+"""Reference of `qbe::nested_experts`: token by token, expert by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from qbe.kernels.ops.experts.nested import GELU, GELU_TANH, SILU, ExpertMatrices
+from qbe.kernels.reference.activations import word_of_byte
+from qbe.kernels.reference.nested_linear import nested_linear
+
+
+def nested_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    rows: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    slices: Sequence[int],
+    activation: str = SILU,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> torch.Tensor:
+    """Arguments and result as those of `qbe.kernels.ops.experts.nested.nested_experts`.
+
+    Raises:
+        RuntimeError: a row at 16 bits without an original.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    experts = gate_up.packed.shape[0]
+    for t in range(x.shape[0]):
+        row = int(rows[t])
+        for expert, weight in zip(topk_ids[t].tolist(), topk_weights[t].float(), strict=True):
+            if 0 <= expert < experts:
+                both = _linear(x[t : t + 1], gate_up, expert, row, slices)
+                hidden = gated(both, activation, interleaved, alpha, limit).to(x.dtype)
+                out[t] += weight * _linear(hidden, down, expert, row, slices)[0]
+    return out.to(x.dtype)
+
+
+def gated(both: torch.Tensor, activation: str, interleaved: bool, alpha: float, limit: float) -> torch.Tensor:
+    """float32 [..., 2 I] of gate and up -> float32 [..., I]."""
+    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == SILU:
+        return silu(gate) * up
+    if activation in (GELU, GELU_TANH):
+        return gelu(gate, approximate="tanh" if activation == GELU_TANH else "none") * up
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def _linear(x: torch.Tensor, matrices: ExpertMatrices, expert: int, row: int, slices: Sequence[int]) -> torch.Tensor:
+    """x [1, K] times one expert's matrix at the precision of one row of the plan, float32 [1, N]."""
+    word = word_of_byte(matrices.precision[row, expert]).view(1)
+    original = None if matrices.original is None else matrices.original[expert]
+    bias = None if matrices.bias is None else matrices.bias[expert]
+    return nested_linear(
+        x.float(), matrices.packed[expert], matrices.meta[expert], word, original, bias, slices,
+        int(matrices.exponents[expert]),
+    )  # fmt: skip

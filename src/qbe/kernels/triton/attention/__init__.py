@@ -1,0 +1,1 @@
+"""Attention to pages of the KV cache: decode steps, prompts, and with a bound."""

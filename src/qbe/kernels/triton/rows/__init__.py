@@ -1,0 +1,1 @@
+"""What is done to each row by itself: norms, rotary embeddings, gates, difficulty, the cascade."""
