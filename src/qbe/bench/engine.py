@@ -124,18 +124,20 @@ def memory_rows(core: Core, name: str, parameters: int) -> list[Row]:
 
 
 class MixedSteps:
-    """Decode steps with a row of each of these bits, shared or not as the core's plan is."""
+    """Decode steps with a row of each of these bits, shared or not as the core's plan is; each has a prompt of its own,
+    so that experts are chosen by each."""
 
     def __init__(self, core: Core, bits: tuple[int, ...], sizes: EngineSizes) -> None:
         self._core, self._steps = core, sizes.steps
-        self._prompt = random_prompt(sizes.prompt, core.vocabulary)
+        self._prompts = [random_prompt(sizes.prompt, core.vocabulary, row) for row in range(len(bits))]
         self._params = SamplingParams(max_tokens=sizes.steps + 8, ignore_eos=True)
         self._blueprints = [Blueprint.of("bench", core.table, (b,) * len(core.table.nested)) for b in bits]
 
     def sample(self) -> Mapping[str, float]:
         """`STEP` -> seconds, the mean; every step waits for its tokens."""
         core = self._core
-        running = [Sequence(f"bench {i}", self._prompt, self._params, b) for i, b in enumerate(self._blueprints)]
+        rows = enumerate(zip(self._prompts, self._blueprints, strict=True))
+        running = [Sequence(f"bench {i}", prompt, self._params, b) for i, (prompt, b) in rows]
         for sequence in running:
             core.add(sequence)
         while not all(s.output_ids for s in running):

@@ -61,9 +61,9 @@ def timed(model: Answers, work: DecodeRun) -> Mapping[str, float]:
     return {PREFILL: first - begin} | ({STEP: (end - first) / work.steps} if work.steps else {})
 
 
-def random_prompt(length: int, vocabulary: int) -> list[int]:
+def random_prompt(length: int, vocabulary: int, seed: int = 0) -> list[int]:
     """Token ids from the middle of a vocabulary, where no model keeps its control tokens."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary // 4, vocabulary // 2, (length,), generator=generator).tolist()
 
 
