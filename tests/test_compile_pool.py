@@ -74,6 +74,22 @@ def collected(*splits: int) -> list[Compilation]:
     return found
 
 
+def test_what_is_compiled_already_does_not_run_either(no_gpu: Path) -> None:
+    """It might read addresses that another kernel would have written."""
+    from qbe.kernels.triton.linear.nested_kernel import add_splits_kernel
+
+    parts, y = torch.zeros(2, 3, 32), torch.zeros(3, 32)
+    add_splits_kernel.warmup(parts, None, y, 3, 32, SPLITS=2, BLOCK_N=64, num_warps=4, grid=(3, 1))
+    try:
+        with pytest.raises(Exception, match=r"."):  # there is no GPU to run it
+            launch(2)
+        with collecting() as found:
+            launch(2)
+        assert found == []
+    finally:
+        add_splits_kernel.device_caches.clear()
+
+
 @pytest.mark.parametrize("hashed", [None, "0" * 64])
 def test_what_workers_compile_is_found_here(no_gpu: Path, hashed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this process has hashed the kernel to: with Triton that depends on what it hashed before."""

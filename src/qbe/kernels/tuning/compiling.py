@@ -54,14 +54,16 @@ _one_collects = threading.Lock()
 
 @contextmanager
 def collecting() -> Iterator[list[Compilation]]:
-    """What the launches of this thread inside would have to compile; those are not made, all others are."""
+    """What the launches of this thread inside would have to compile. No kernel of Triton's runs meanwhile: one that is
+    compiled already might read what one that is not would have written, addresses included."""
     from triton import knobs
     from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
 
     needed: dict[str, Compilation] = {}
     thread = threading.get_ident()
     with _one_collects:
-        before = knobs.runtime.jit_cache_hook
+        before, plain = knobs.runtime.jit_cache_hook, JITFunction.run
 
         def hook(**call: Any) -> bool:
             if threading.get_ident() != thread:
@@ -71,12 +73,15 @@ def collecting() -> Iterator[list[Compilation]]:
             needed[compilation.key] = compilation
             return True  # Triton then neither compiles nor launches
 
+        def run(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+            return plain(self, *args, warmup=warmup or threading.get_ident() == thread, **kwargs)
+
         out: list[Compilation] = []
-        knobs.runtime.jit_cache_hook = hook
+        knobs.runtime.jit_cache_hook, JITFunction.run = hook, run
         try:
             yield out
         finally:
-            knobs.runtime.jit_cache_hook = before
+            knobs.runtime.jit_cache_hook, JITFunction.run = before, plain
             out += needed.values()
 
 

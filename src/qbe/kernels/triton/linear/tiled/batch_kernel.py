@@ -237,7 +237,6 @@ def batch_tile(
     m_in = tl.minimum(m, M - 1)
     u0 = tl.program_id(1) * units
     if EARLY:
-        gdc_launch_dependents()
         if n0 + BN <= np_:
             prefetch_ahead(packed_ptr, bits_ptr, np_, kp, n0, BN, m, m_ok, u0, PRECISIONS, PARTS, GROUP, UNIT, 1)
         gdc_wait()
@@ -267,6 +266,8 @@ def batch_tile(
                 )  # fmt: skip
                 exact = tl.where(eight[None, :], rounded, exact)
             acc = tl.where((serves == P)[None, :], exact, acc)
+    if EARLY:
+        gdc_launch_dependents()
     offsets = m.to(tl.int64)[None, :] * columns + (column + n)[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
     count_ptr = counter(packed_ptr, np_, kp, tile, P, TOTAL, GROUP)
