@@ -182,7 +182,7 @@ class Core:
             attention=self.scheduler.paged,
             latent=self.pool.latent,
             cuda=self.device.type == "cuda",
-            device_memory=self.plan.limits is not None,
+            device_memory=self.residency is not None,
             fixed_shapes=self.runner.decode is not None,
             drafts=self.speculator is not None,
             originals_full=self.originals.refused,
