@@ -19,6 +19,7 @@ import numpy.typing as npt
 HALF_LIFE = 4096  # tokens
 PRIOR = 64  # tokens that what was known at the start counts for
 RATIO, LEAST = 1.5, 8.0  # what takes another's place was read so many times as often, and so many reads more
+FAR = 64.0  # a read without a higher slice takes no longer, one without the lowest waits for the host's memory
 IN_FLIGHT = 64  # fetches that are asked for at once: the order of later ones is decided when these are done
 
 Numbers = npt.NDArray[np.float64]
@@ -66,8 +67,13 @@ class Planner:
 
     @property
     def heat(self) -> Numbers:
-        """float64 [sites, slices], aged count of the reads that asked for each slice; it falls along a row."""
-        return np.ascontiguousarray(self._reads[:, ::-1].cumsum(axis=1)[:, ::-1])
+        """float64 [sites, slices], aged count of the reads that asked for each slice; it falls along a row.
+
+        The lowest slice of a site that has no floor counts for more.
+        """
+        found = np.ascontiguousarray(self._reads[:, ::-1].cumsum(axis=1)[:, ::-1])
+        found[self.floors == 0, 0] *= FAR
+        return found
 
     @property
     def in_flight(self) -> int:

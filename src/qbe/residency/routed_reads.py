@@ -117,7 +117,7 @@ class RoutedReads:
         levels = np.maximum(levels, 1)
         if not np.array_equal(levels, self._levels):
             self._levels = levels
-            self._there = torch.from_numpy(levels).to(self._device, non_blocking=True)
+            self._there = self._moved(levels)
 
     def begin(self, passes: list[Pass]) -> None:
         """These passes come next."""
@@ -128,7 +128,7 @@ class RoutedReads:
         """What the tokens of each pass read."""
         found = []
         for one in self._passes:
-            rows = torch.from_numpy(one.rows).to(self._device)
+            rows = self._moved(one.rows)
             reads = self._of_dense(one, rows)
             if one.chosen or one.kept is not None:
                 routed = self._routed(one, rows)
@@ -153,14 +153,13 @@ class RoutedReads:
         if not len(self._dense):
             return Reads(nothing.long(), nothing)
         tokens = np.bincount(one.rows, minlength=len(one.asked)).astype(np.float64)
-        sites, found = (torch.from_numpy(x).to(self._device) for x in (self._dense, self._found))
-        asked = torch.from_numpy(one.asked[:, self._dense]).to(self._device)
+        sites, found, asked = map(self._moved, (self._dense, self._found, one.asked[:, self._dense]))
         for row, n in zip(asked, tokens.tolist(), strict=True):
             self._note(sites, row, n)
         misses = (asked > found).sum(dim=1)[rows]
         if self._before is not None:
             return Reads(misses, nothing)
-        wanted = torch.from_numpy(one.wanted[:, self._dense]).to(self._device)
+        wanted = self._moved(one.wanted[:, self._dense])
         return Reads(misses, (self._lack(wanted, found) @ self._weights[sites])[rows])
 
     def _routed(self, one: Pass, rows: torch.Tensor) -> Reads:
@@ -171,7 +170,7 @@ class RoutedReads:
         else:
             width = max(ids.shape[1] for ids in one.chosen)
             ids = torch.stack([nn.functional.pad(c, (0, width - c.shape[1]), value=-1) for c in one.chosen])
-            layers = torch.tensor(one.layers, device=self._device)
+            layers = self._moved(np.array(one.layers, np.int64))
         sites, some = self._sites(layers, ids)
         asked = self._table(one.asked)[rows[:, None], sites]
         wanted = asked if one.wanted is one.asked else self._table(one.wanted)[rows[:, None], sites]
@@ -195,8 +194,12 @@ class RoutedReads:
         if known is None:
             if len(self._tables) == _KEPT:
                 self._tables.clear()
-            known = self._tables[id(levels)] = levels, torch.from_numpy(levels).to(self._device)
+            known = self._tables[id(levels)] = levels, self._moved(levels)
         return known[1]
+
+    def _moved(self, numbers: Counts) -> torch.Tensor:
+        """On the device, whose steps are not waited for."""
+        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
     def _lack(self, wanted: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
         """Bits of each weight that are not read where `there` slices are resident."""
@@ -213,9 +216,9 @@ class RoutedReads:
         one = self._passes[self._at]
         ids = ids[: len(one.rows)].long()
         if self._before is not None:
-            sites, some = self._sites(torch.tensor([number], device=self._device), ids[None])
+            sites, some = self._sites(self._moved(np.array([number], np.int64)), ids[None])
             at, chosen = sites[:, 0].cpu().numpy(), some[0].cpu().numpy()
-            one.there.append(torch.from_numpy(self._levels[at]).to(self._device))
+            one.there.append(self._moved(self._levels[at]))
             needed = np.zeros(len(self._weights), np.int64)
             np.maximum.at(needed, at[:, chosen], one.wanted[one.rows[:, None], at][:, chosen])
             which = np.flatnonzero(needed)
