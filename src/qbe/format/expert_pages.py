@@ -35,6 +35,10 @@ class PartPages(NamedTuple):
     start: int
     slice: int
 
+    def aligned(self, size: int) -> bool:
+        """Whether all of its pages begin at multiples of `size` bytes in a buffer that does."""
+        return self.start % size == 0 and self.rows * self.row_bytes % size == 0
+
 
 def part_pages(layout: SliceLayout, outputs: int, plane: int, page_bytes: int) -> tuple[PartPages, ...]:
     """The pages of every part of a matrix.

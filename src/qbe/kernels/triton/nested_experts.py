@@ -102,7 +102,6 @@ def _linear(
     group_blocks = blocks // groups
     x = round_rows(x, words, group_blocks * BLOCK)
     block_n = 32 if x.dtype is torch.float32 else 64
-    pages = () if one.addresses is None else part_pages(layout, outputs, one.packed.shape[2], page_bytes)
     codes = one.packed.view(torch.int32) if one.addresses is None else None
     experts_kernel[(order.tiles, -(-outputs // block_n))](
         x, codes, one.addresses, one.meta, one.exponents, words, one.original,
@@ -110,7 +109,20 @@ def _linear(
         order.tile_first, outputs, x.shape[1], blocks, alpha, limit, PRECISIONS=layout.precisions, PARTS=_parts(layout),
         GROUP_BLOCKS=group_blocks, STEP_BLOCKS=2 if group_blocks % 2 == 0 else 1, DEQUANTISE=block_m >= MOST_ROWS,
         STAGES=3, BLOCK_N=block_n, BLOCK_M=block_m, GATED=gated, INTERLEAVED=interleaved,
-        ACTIVATION=ACTIVATIONS.index(activation), LIMITED=limit != 0, PAGES=tuple((p.first, p.rows) for p in pages),
-        SLICE_PAGES=tuple(next(p.first for p in pages if p.slice == s) for s in range(len(slices) if pages else 0)),
-        COLUMNS=sum(p.count for p in pages), num_warps=4,
+        ACTIVATION=ACTIVATIONS.index(activation), LIMITED=limit != 0, num_warps=4,
+        **_paging(one, layout, page_bytes),
     )  # fmt: skip
+
+
+def _paging(one: ExpertMatrices, layout: SliceLayout, page_bytes: int) -> dict[str, Any]:
+    """Where in a matrix's addresses the kernel finds the pages of each part and slice."""
+    if one.addresses is None:
+        return {"PAGES": (), "SLICE_PAGES": (), "COLUMNS": 0, "ALIGNED": 4}
+    plane = one.packed.shape[2]
+    pages = part_pages(layout, one.meta.shape[2], plane, page_bytes)
+    apart = all(size % 16 == 0 for size in (page_bytes, plane * layout.total_bits))
+    firsts = tuple(next(p.first for p in pages if p.slice == s) for s in range(len(layout.slices)))
+    return {
+        "PAGES": tuple((p.first, p.rows) for p in pages), "SLICE_PAGES": firsts,
+        "COLUMNS": sum(p.count for p in pages), "ALIGNED": 16 if apart and all(p.aligned(16) for p in pages) else 4,
+    }  # fmt: skip

@@ -46,6 +46,7 @@ def _products(
     STAGES: tl.constexpr,
     PAGES: tl.constexpr,
     SLICE_PAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """W[n] @ x.T in float32 [BLOCK_N, BLOCK_M], as `nested_linear_kernel` multiplies, which says why"""
     P: tl.constexpr = len(PRECISIONS)
@@ -86,7 +87,7 @@ def _products(
             for i in tl.static_range(len(PARTS)):
                 page = n // PAGES[i][1]
                 address = tl.load(addresses_ptr + PAGES[i][0] + page, mask=n_ok & (highest >= PARTS[i][2]), other=0)
-                pages += (address.to(tl.pointer_type(tl.int32)),)
+                pages += (tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNED),)
                 rows_in_page += ((n - page * PAGES[i][1]).to(tl.int64),)
         for block in tl.range(0, blocks, STEP_BLOCKS, num_stages=STAGES):
             k = block * 64 + order
@@ -192,6 +193,7 @@ def experts_kernel(
     PAGES: tl.constexpr,  # of each part its first page, and the rows of the matrix in each
     SLICE_PAGES: tl.constexpr,  # of each slice its first page
     COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # bytes that the addresses of pages are multiples of
 ):
     """One tile of pairs times BLOCK_N rows of its expert's matrix"""
     tile = tl.program_id(0)
@@ -220,7 +222,7 @@ def experts_kernel(
         acc = _products(
             x_ptr + pair * K, packed, addresses, meta_ptr + long * meta_bytes, own, words, m_ok, n, n_ok, N, K, blocks,
             tl.load(exponents_ptr + expert), PRECISIONS, PARTS, GROUP_BLOCKS, STEP_BLOCKS, DEQUANTISE, STAGES, PAGES,
-            SLICE_PAGES,
+            SLICE_PAGES, ALIGNED,
         )  # fmt: skip
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + long * N + n, mask=n_ok, other=0.0).to(tl.float32)[:, None]
