@@ -91,17 +91,17 @@ def in_pages(
     """The same layer with the first so many slices of each expert in pages that lie in no order, and these pages."""
     layout, made = SliceLayout.of(made["slices"]), dict(made)
     parts = {n: part_pages(layout, made[n].meta.shape[2], made[n].packed.shape[2], page_bytes) for n in levels}
-    most = sum(p.count for n in levels for p in parts[n]) * len(levels["down"])
+    most = sum(p.pages for n in levels for p in parts[n]) * len(levels["down"])
     places = iter(torch.randperm(most, generator=torch.Generator().manual_seed(0)).tolist())
     pool = torch.randint(256, (most, page_bytes), dtype=torch.uint8)
     pool = pool.pin_memory() if pinned else pool.to(device)
     for name, of_experts in levels.items():
         matrices = made[name]
-        addresses = torch.zeros(len(of_experts), sum(p.count for p in parts[name]), dtype=torch.int64)
+        addresses = torch.zeros(len(of_experts), sum(p.pages for p in parts[name]), dtype=torch.int64)
         for e, level in enumerate(of_experts):
             codes = matrices.packed[e].flatten()
             for part in parts[name]:
-                for page in range(part.count if part.slice < level else 0):
+                for page in range(part.pages if part.slice < level else 0):
                     start, size = part.start + page * part.rows * part.row_bytes, part.rows * part.row_bytes
                     some, place = (
                         codes[start : min(start + size, part.start + matrices.meta.shape[2] * part.row_bytes)],

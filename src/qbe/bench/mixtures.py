@@ -48,11 +48,11 @@ class MixtureShape:
         """Of transformers. No token ends its answers."""
         from transformers import Qwen3MoeConfig
 
-        e = self.experts
+        e, beside = self.experts, {"head_dim": self.head}  # which transformers' type does not know
         return Qwen3MoeConfig(
             hidden_size=e.hidden, moe_intermediate_size=e.inner, num_experts=e.experts, num_experts_per_tok=e.top,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
-            head_dim=self.head, vocab_size=self.vocabulary, intermediate_size=e.inner, norm_topk_prob=True,
+            **beside, vocab_size=self.vocabulary, intermediate_size=e.inner, norm_topk_prob=True,
             max_position_embeddings=4096, mlp_only_layers=[], bos_token_id=None, eos_token_id=None, dtype="bfloat16",
         )  # fmt: skip
 
@@ -144,7 +144,7 @@ def skew(model: nn.Module, shape: MixtureShape) -> None:
             raised = torch.zeros(count)
             raised[torch.randperm(count, generator=draw)[:hot]] = _rise(count, hot, top, spread)
             module.register_buffer("raised", raised.to(weight.device), persistent=False)
-            module.forward = types.MethodType(_raised_forward, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(_raised_forward, module)
 
 
 def _rise(count: int, hot: int, top: int, spread: float) -> float:

@@ -47,9 +47,10 @@ def hold(core: Core, residency: Residency, bound: int) -> None:
     least = rest + residency.least
     if bound < least:
         waits = " and what a step waits for" if residency.waits else ""
+        lowest = "dense layers, graphs" if core.device.type == "cuda" else "lowest slices"
         raise QBEError(
-            f"device_memory is {bound} bytes, but what always stays on the device takes {at_least(least)}: lowest "
-            f"slices, scales and weights that are not nested {at_least(memory.weights)}, KV cache "
+            f"device_memory is {bound} bytes, but what always stays on the device takes {at_least(least)}: {lowest}, "
+            f"scales and weights that are not nested {at_least(least - memory.kv - residency.least)}, KV cache "
             f"{at_least(memory.kv)}{waits}; give at least that, or a smaller kv_tokens"
         )
     _trim_heap()

@@ -21,7 +21,7 @@ class PartPages(NamedTuple):
 
     Attributes:
         first: number of its first page within the matrix.
-        count: how many there are.
+        pages: how many there are.
         rows: of the matrix in each; the last page may have fewer.
         row_bytes: of one row of this part.
         start: of its first byte in the canonical buffer of the matrix.
@@ -29,7 +29,7 @@ class PartPages(NamedTuple):
     """
 
     first: int
-    count: int
+    pages: int
     rows: int
     row_bytes: int
     start: int

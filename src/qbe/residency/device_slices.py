@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -140,7 +141,7 @@ class DeviceSlices:
         planes = {name: one.packed.shape[2] for name, one in experts.items()}
         self.page_bytes = page_bytes_of(layout, [(outputs[n], planes[n]) for n in experts]) if experts else 1
         parts = {n: part_pages(layout, outputs[n], planes[n], self.page_bytes) for n in experts}
-        counts = {n: len(one) * sum(p.count for p in parts[n]) for n, one in experts.items()}
+        counts = {n: len(one) * sum(p.pages for p in parts[n]) for n, one in experts.items()}
         self._addresses: Counts = np.zeros(sum(counts.values()), np.int64)  # of all of them, one after the other
         self._on_device = torch.zeros(len(self._addresses), dtype=torch.int64, device=self._transfer.device)
         found, at = dict[str, _Stack](), 0
@@ -184,7 +185,8 @@ class DeviceSlices:
             assert self._files is not None
             file, begin = self._files.place(stack.name)
             begin += expert * stack.plane * self._layout.total_bits + start
-            self._files.read(file, begin, memoryview(self._staging[:size].numpy()))
+            staged: npt.NDArray[np.uint8] = self._staging[:size].numpy()
+            self._files.read(file, begin, staged.data)
             self._transfer.copy(_pieces(stack, parts, self._staging[:size], pages))
 
     def _point(self, stack: _Stack, site: int, level: int) -> None:
@@ -195,29 +197,29 @@ class DeviceSlices:
             for part in stack.parts:
                 if part.slice != number:
                     continue
-                here = slice(part.first, part.first + part.count)
+                here = slice(part.first, part.first + part.pages)
                 if number < level:
-                    row[here] = [next(pages).data_ptr() for _ in range(part.count)]
+                    row[here] = [next(pages).data_ptr() for _ in range(part.pages)]
                 elif number == 0 and stack.host is not None:
                     first = stack.host[self._experts[site]].data_ptr() + part.start
-                    row[here] = first + np.arange(part.count) * (part.rows * part.row_bytes)
+                    row[here] = first + np.arange(part.pages) * (part.rows * part.row_bytes)
                 else:
                     row[here] = 0
 
 
 def _count(stack: _Stack, number: int) -> int:
     """Pages of a slice."""
-    return sum(part.count for part in stack.parts if part.slice == number)
+    return sum(part.pages for part in stack.parts if part.slice == number)
 
 
 def _pieces(
     stack: _Stack, parts: list[PartPages], codes: torch.Tensor, pages: list[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each of a slice's pages, and what of its codes belongs there."""
-    found = []
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part in parts:
         first, end = part.start - parts[0].start, part.start - parts[0].start + stack.outputs * part.row_bytes
-        for page in range(part.count):
+        for page in range(part.pages):
             begin = first + page * part.rows * part.row_bytes
             some = codes[begin : min(end, begin + part.rows * part.row_bytes)]
             found.append((pages[len(found)][: len(some)], some))

@@ -144,7 +144,7 @@ def _from_store(
     table = with_use(with_store(table, loaded.model), counted + served if counted and served else counted)
     table = drift_table.with_floors(table, drift_table.read(folder))
     if measured is not None:
-        if measured.text is None:  # a store of an older version, or one that is known
+        if measured.text is None and not paged:  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
         if counted and served:
             measured = scaled(measured, counted, counted + served)

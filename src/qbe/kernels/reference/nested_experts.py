@@ -67,7 +67,7 @@ def gathered(matrices: ExpertMatrices, expert: int, slices: Sequence[int], page_
     missing = len(slices)
     for part in part_pages(layout, outputs, plane, page_bytes):
         end = part.start + outputs * part.row_bytes
-        for page in range(part.count):
+        for page in range(part.pages):
             if (address := addresses[part.first + page]) == 0:
                 missing = min(missing, part.slice)
                 break

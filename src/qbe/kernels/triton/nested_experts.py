@@ -124,5 +124,5 @@ def _paging(one: ExpertMatrices, layout: SliceLayout, page_bytes: int) -> dict[s
     firsts = tuple(next(p.first for p in pages if p.slice == s) for s in range(len(layout.slices)))
     return {
         "PAGES": tuple((p.first, p.rows) for p in pages), "SLICE_PAGES": firsts,
-        "COLUMNS": sum(p.count for p in pages), "ALIGNED": 16 if apart and all(p.aligned(16) for p in pages) else 4,
+        "COLUMNS": sum(p.pages for p in pages), "ALIGNED": 16 if apart and all(p.aligned(16) for p in pages) else 4,
     }  # fmt: skip
