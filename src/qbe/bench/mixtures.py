@@ -48,7 +48,8 @@ class MixtureShape:
         """Of transformers. No token ends its answers."""
         from transformers import Qwen3MoeConfig
 
-        e, beside = self.experts, {"head_dim": self.head}  # which transformers' type does not know
+        e = self.experts
+        beside: dict[str, Any] = {"head_dim": self.head}  # which transformers' type does not know
         return Qwen3MoeConfig(
             hidden_size=e.hidden, moe_intermediate_size=e.inner, num_experts=e.experts, num_experts_per_tok=e.top,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,

@@ -146,7 +146,8 @@ class Engine(Requests):
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device_memory=bound, device=where, progress=progress, compile=compile,
                 speculate=speculate, cascade=None if isinstance(cascade, QBEError) else cascade,
-                routers=default.routers(prepared.table), shared_rows=rows == "shared", tower=None if isinstance(tower, str) else tower,
+                routers=default.routers(prepared.table), shared_rows=rows == "shared",
+                tower=None if isinstance(tower, str) else tower,
             )  # fmt: skip
             if residency is not None and bound is not None:
                 bounded_memory.hold(core, residency, bound)
