@@ -22,9 +22,13 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +60,7 @@ PARTS = (  # slices of the store; of its experts' codes so much on the device; o
     ((4, 2, 2), 0.5, 0.85), ((4, 2, 2), 0.25, 0.7), ((2, 2, 2, 2), 0.25, 0.7),
 )  # fmt: skip
 RESIDENT_BATCHES = (1, 8)
-SETTLING_S = 20.0  # in which use may move slices before anything is measured
+SETTLING_S = 15.0  # in which use may move slices before anything is measured
 MIX = (4, 6, 8)
 TINY = MixtureShape(ExpertShape("tiny", 8, 2, 64, 64), 2, 4, 2, 16, 320)  # to try the script on a CPU
 _BEGAN = time.perf_counter()
@@ -77,17 +81,27 @@ def main() -> None:
     shape = TINY if args.tiny else replace(QWEN3_30B_A3B, layers=args.layers)
     say(device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", layers=shape.layers)
     sizes = EngineSizes(batches=BATCHES, rounds=args.rounds, steps=args.steps)
-    only = args.only.split(",")
-    if "memory" in only:
-        memory(shape, device)
-    if "decode" in only:
-        decode(shape, device, sizes)
-    if "residency" in only:
-        shape = replace(shape, layers=min(shape.layers, args.resident_layers))
-        beside = Path("/dev/shm") if args.folder is None and Path("/dev/shm").is_dir() else args.folder
-        for slices in dict.fromkeys(slices for slices, _, _ in PARTS):
-            with tempfile.TemporaryDirectory(dir=beside) as folder:
-                residency(shape, device, replace(sizes, batches=RESIDENT_BATCHES), slices, Path(folder))
+    fewer = replace(shape, layers=min(shape.layers, args.resident_layers))
+    beside = Path("/dev/shm") if args.folder is None and Path("/dev/shm").is_dir() else args.folder
+    parts: dict[str, list[Callable[[], None]]] = {
+        "memory": [partial(memory, shape, device)],
+        "decode": [partial(decode, shape, device, sizes)],
+        "residency": [
+            partial(residency, fewer, device, replace(sizes, batches=RESIDENT_BATCHES), slices, beside)
+            for slices in dict.fromkeys(slices for slices, _, _ in PARTS)
+        ],
+    }
+    failed = False
+    for name in args.only.split(","):
+        for part in parts[name]:
+            try:
+                part()
+            except Exception as error:  # the other parts are worth their time
+                failed = True
+                say(what=name, error=f"{type(error).__name__}: {error}".splitlines()[0])
+                traceback.print_exc()
+                gc.collect()
+    sys.exit(failed)
 
 
 def say(**line: Any) -> None:
@@ -138,9 +152,16 @@ def decode(shape: MixtureShape, device: torch.device, sizes: EngineSizes) -> Non
 
 
 def residency(
-    shape: MixtureShape, device: torch.device, sizes: EngineSizes, slices: tuple[int, ...], folder: Path
+    shape: MixtureShape, device: torch.device, sizes: EngineSizes, slices: tuple[int, ...], beside: Path | None
 ) -> None:
     """Rates with a part of the store on the device over those with all of it."""
+    with tempfile.TemporaryDirectory(dir=beside) as folder:
+        _residency(shape, device, sizes, slices, Path(folder))
+
+
+def _residency(
+    shape: MixtureShape, device: torch.device, sizes: EngineSizes, slices: tuple[int, ...], folder: Path
+) -> None:
     config = NestedWeightConfig(slices=slices, keep_original=False)
     model, table = random_mixture(shape, device, config)
     skew(model, shape)
@@ -151,6 +172,7 @@ def residency(
     share = _hot_share(core, shape)
     say(what="all resident", slices=slices, layers=shape.layers, codes_gb=codes / 1e9, hot_choices=share)
     release(core)
+    del model
     for part, must in [(part, must) for own, part, must in PARTS if own == slices]:
         core = bounded_core(shape, device, config, sizes, folder, round(part * codes))
         for batch in sizes.batches:
