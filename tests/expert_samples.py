@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from qbe.format.codes import quantise
+from qbe.format.expert_pages import part_pages
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
 from qbe.kernels.ops.experts.nested import ExpertMatrices
@@ -71,6 +72,46 @@ def layer(
 
     gate_up, down = one(2 * inner, hidden, activation_bits), one(hidden, inner, down_activation_bits)
     return {"gate_up": gate_up, "down": down, "slices": slices}
+
+
+def lowered(made: dict[str, Any], levels: dict[str, list[int]]) -> dict[str, Any]:
+    """The same layer with no row above the first so many slices of each expert."""
+    precisions = torch.tensor(SliceLayout.of(made["slices"]).precisions)
+
+    def one(name: str) -> ExpertMatrices:
+        matrices, most = made[name], precisions[torch.tensor(levels[name]) - 1]
+        return matrices._replace(precision=torch.minimum(matrices.precision, most.to(torch.uint8)), original=None)
+
+    return {**made, "gate_up": one("gate_up"), "down": one("down")}
+
+
+def in_pages(
+    made: dict[str, Any], levels: dict[str, list[int]], page_bytes: int, device: Any = "cpu", pinned: bool = False
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The same layer with the first so many slices of each expert in pages that lie in no order, and these pages."""
+    layout, made = SliceLayout.of(made["slices"]), dict(made)
+    parts = {n: part_pages(layout, made[n].meta.shape[2], made[n].packed.shape[2], page_bytes) for n in levels}
+    most = sum(p.pages for n in levels for p in parts[n]) * len(levels["down"])
+    places = iter(torch.randperm(most, generator=torch.Generator().manual_seed(0)).tolist())
+    pool = torch.randint(256, (most, page_bytes), dtype=torch.uint8)
+    pool = pool.pin_memory() if pinned else pool.to(device)
+    for name, of_experts in levels.items():
+        matrices = made[name]
+        addresses = torch.zeros(len(of_experts), sum(p.pages for p in parts[name]), dtype=torch.int64)
+        for e, level in enumerate(of_experts):
+            codes = matrices.packed[e].flatten()
+            for part in parts[name]:
+                for page in range(part.pages if part.slice < level else 0):
+                    start, size = part.start + page * part.rows * part.row_bytes, part.rows * part.row_bytes
+                    some, place = (
+                        codes[start : min(start + size, part.start + matrices.meta.shape[2] * part.row_bytes)],
+                        next(places),
+                    )
+                    pool[place, : len(some)].copy_(some)
+                    addresses[e, part.first + page] = pool[place].data_ptr()
+        hollow = torch.empty(1, dtype=torch.uint8).expand(matrices.packed.shape)
+        made[name] = matrices._replace(packed=hollow, addresses=addresses, original=None)
+    return pool, made
 
 
 def tokens(

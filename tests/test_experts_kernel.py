@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expert_samples import SLICES, layer, tokens
+from expert_samples import SLICES, in_pages, layer, lowered, tokens
 from qbe.errors import QBEError
 from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu.experts import nested as cpu
@@ -219,6 +219,26 @@ def test_an_unknown_activation_is_refused() -> None:
         nested_experts(**tokens(2, 64, 4, 2), **layer(4, 64, 64), activation="tanh")
 
 
+@pytest.mark.parametrize("page_bytes", [512, 192])  # that hold whole parts, and pieces of them with some room left
+def test_pages_anywhere_in_memory_are_the_same_codes(page_bytes: int) -> None:
+    """And where slices are missing, rows read the nearest precision that is there."""
+    made, given_ = layer(EXPERTS, 150, 40, bits=(4, 6, 8)), tokens(9, 150, EXPERTS, 2)
+    levels = {"gate_up": [3, 1, 2, 3, 1], "down": [2, 1, 3, 3, 3]}
+    pool, found = in_pages(made, levels, page_bytes)
+    y = nested_experts(**given_, **found, page_bytes=page_bytes)
+    torch.testing.assert_close(y, reference(**given_, **lowered(made, levels)), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(y, reference(**given_, **made), atol=1e-3)
+    del pool
+
+
+def test_addresses_that_are_none_are_refused() -> None:
+    made = layer(EXPERTS, 64, 64)
+    _, found = in_pages(made, {"gate_up": [3] * EXPERTS, "down": [3] * EXPERTS}, 512)
+    found["down"] = found["down"]._replace(addresses=found["down"].addresses.int())
+    with pytest.raises(RuntimeError, match=r"down's addresses must be contiguous torch\.int64"):
+        nested_experts(**tokens(2, 64, EXPERTS, 2), **found, page_bytes=512)
+
+
 def test_a_gradient_is_refused() -> None:
     given_, made = tokens(2, 64, 4, 2), layer(4, 64, 64)
     y = nested_experts(**{**given_, "x": given_["x"].requires_grad_()}, **made)
@@ -228,7 +248,7 @@ def test_a_gradient_is_refused() -> None:
 
 def test_custom_op() -> None:
     given_, made = tokens(3, 64, 4, 2), layer(4, 64, 64)
-    args = (*given_.values(), *made["gate_up"], *made["down"], list(SLICES), "silu", False, 1.0, 0.0)
+    args = (*given_.values(), *made["gate_up"], *made["down"], list(SLICES), "silu", False, 1.0, 0.0, 0)
     torch.library.opcheck(torch.ops.qbe.nested_experts.default, args)
 
 

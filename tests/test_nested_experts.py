@@ -174,13 +174,3 @@ def test_dense_models_keep_the_format_that_older_versions_read(tmp_path: Path) -
     raw = json.loads((tmp_path / "qbe.json").read_text())
     assert raw["format_version"] == 2
     assert "experts" not in raw
-
-
-def test_experts_that_are_quantised_already_are_refused_by_name(tmp_path: Path) -> None:
-    """gpt-oss's checkpoints, whose experts are MXFP4."""
-    source = tiny_moe_folder(tmp_path / "mxfp4", "gpt_oss")
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(QBEError, match=r"already quantised \(mxfp4\)"):
-        load_model(source, progress=False)

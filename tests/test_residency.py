@@ -81,7 +81,7 @@ def least(store: Path, **options: Any) -> int:
 def above(store: Path) -> int:
     """Bytes of the slices above the lowest ones."""
     with engine(store, device_memory="1GB") as whole:
-        return whole.core.residency.above_lowest  # type: ignore[union-attr]
+        return whole.core.residency.above_floors  # type: ignore[union-attr]
 
 
 def answer(of: Engine, bits: float = 8, prompt: str = PROMPT) -> Result:
@@ -318,7 +318,7 @@ def test_no_address_space_is_one_line(stores: Callable[[str], Path], monkeypatch
 
 
 def test_a_damaged_store_is_refused_as_it_starts(doomed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qbe.residency.slices.os.preadv", lambda *_: 0)
+    monkeypatch.setattr("qbe.residency.store_files.os.preadv", lambda *_: 0)
     with pytest.raises(QBEError, match=r"cannot be read .*ends too early.*"):
         engine(doomed, device_memory="1GB")
 
@@ -377,7 +377,7 @@ def test_closing_ends_the_thread_and_the_files(stores: Callable[[str], Path]) ->
     residency: Residency = bounded.core.residency  # type: ignore[assignment]
     slices: StoredSlices = residency._slices
     thread = residency._fetcher._thread  # type: ignore[union-attr]
-    assert slices._open
+    assert slices._files.open
     bounded.close()
-    assert not slices._open
+    assert not slices._files.open
     assert not thread.is_alive()

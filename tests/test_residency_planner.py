@@ -54,6 +54,19 @@ def serve(plan: Planner, chances: Numbers, tokens: int, draw: np.random.Generato
     return found / reads, moved
 
 
+def test_lowest_slices_that_may_leave_come_before_all_others() -> None:
+    """And leave last: without them a row reads from the host's memory."""
+    sizes: Counts = np.tile(np.array([4, 2, 2], np.int64), (10, 1))
+    plan = Planner(sizes, 44, np.ones(10), np.zeros(10, np.int64))
+    plan.fill()
+    assert plan.levels.tolist() == [2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
+    plan.count(np.arange(5, 8), np.full(3, 3), 500.0)
+    moves = plan.moves()
+    assert moves.dropped == [Slice(0, 1), Slice(1, 1)]
+    assert moves.fetched == [Slice(5, 1), Slice(6, 1)]
+    assert (plan.levels >= 1).all()
+
+
 def check_books(plan: Planner) -> None:
     held = sum(int(plan.sizes[s, 1:level].sum()) for s, level in enumerate(plan.levels))
     coming = sum(int(plan.sizes[s, plan.levels[s]]) for s in np.flatnonzero(plan._coming))

@@ -27,8 +27,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> i
     return len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])
 
 
-@pytest.mark.parametrize("ones", [(), ("blocks",), ("N", "K", "blocks")], ids=str)
-def test_experts(ones: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("ones", "paged"), [((), False), ((), True), (("blocks",), True), (("N", "K", "blocks"), False)], ids=str
+)
+def test_experts(ones: tuple[str, ...], paged: bool) -> None:
     from qbe.kernels.triton.experts.nested import _parts
     from qbe.kernels.triton.experts.nested_kernel import experts_kernel
 
@@ -38,8 +40,11 @@ def test_experts(ones: tuple[str, ...]) -> None:
         "original_ptr": None, "bias_ptr": None, "PRECISIONS": LAYOUT.precisions, "PARTS": _parts(LAYOUT),
         "GROUP_BLOCKS": 1, "STEP_BLOCKS": 1, "DEQUANTISE": False, "STAGES": 2, "BLOCK_N": 64, "BLOCK_M": 16,
         "GATED": True, "INTERLEAVED": False, "ACTIVATION": 0, "LIMITED": False,
+        "PAGES": ((0, 64), (2, 128), (3, 128)) if paged else (), "COLUMNS": 4, "ALIGNED": 16,
+        "SLICE_PAGES": (0, 2, 3) if paged else (),
+        "packed_ptr" if paged else "addresses_ptr": None,
     }  # fmt: skip
-    types = numbers | order | {"order_ptr": "*i64", "tile_first_ptr": "*i32"}
+    types = numbers | order | {"order_ptr": "*i64", "tile_first_ptr": "*i32", "addresses_ptr": "*i64"}
     assert compiled(experts_kernel, types, constants | dict.fromkeys(ones, 1))
 
 

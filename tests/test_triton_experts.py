@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from covering import covering
-from expert_samples import layer, tokens
+from expert_samples import in_pages, layer, lowered, tokens
 from qbe.kernels.ops.experts.nested import ACTIVATIONS, ExpertMatrices
 from qbe.kernels.reference.experts.nested import nested_experts as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_in_interpreter
+from triton_bounds import reached
 
 if CUDA or INTERPRET:
     from qbe.kernels.triton.experts import nested as triton_experts
@@ -31,10 +32,11 @@ def moved(given: dict[str, Any]) -> dict[str, Any]:
     return {name: one(value) for name, value in given.items()}
 
 
-def run(given: dict[str, Any], made: dict[str, Any], *gate: Any) -> torch.Tensor:
+def run(given: dict[str, Any], made: dict[str, Any], *gate: Any, page_bytes: int = 0) -> torch.Tensor:
     return triton_experts.nested_experts(
-        *given.values(), *made["gate_up"], *made["down"], made["slices"], *(gate or ("silu", False, 1.0, 0.0))
-    )
+        *given.values(), *made["gate_up"], *made["down"], made["slices"], *(gate or ("silu", False, 1.0, 0.0)),
+        page_bytes,
+    )  # fmt: skip
 
 
 def check(given: dict[str, Any], made: dict[str, Any], *gate: Any) -> torch.Tensor:
@@ -148,6 +150,46 @@ def test_every_pair_is_in_one_tile_of_its_expert(count: int, top: int, experts: 
         if 0 <= expert < experts:
             byte = int(precision[rows[pair // top], expert])
             assert int(order.down_words[pair]) == int(order.gate_up_words[pair]) == byte % 128 + (byte > 127) * 0x800
+
+
+@on_device
+@pytest.mark.parametrize("slices", [(4, 2, 2), (3, 1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("page_bytes", [512, 192])  # that hold whole parts, and pieces of them with some room left
+def test_pages_anywhere_in_memory_are_the_same_codes(page_bytes: int, slices: tuple[int, ...]) -> None:
+    """And where slices are missing, rows read the nearest precision that is there."""
+    made, given = layer(EXPERTS, 150, 40, bits=(4, 6, 8), slices=slices), moved(tokens(9, 150, EXPERTS, 2))
+    most = len(slices)
+    levels = {"gate_up": [most, 1, 2, most, 1], "down": [2, 1, most, most, most]}
+    pool, found = in_pages(made, levels, page_bytes, DEVICE)
+    if INTERPRET:
+        reached(pool)
+    y, there = run(given, moved(found), page_bytes=page_bytes), moved(lowered(made, levels))
+    assert torch.equal(y, run(given, there))
+
+
+@on_gpu
+def test_one_graph_follows_what_is_resident() -> None:
+    """Its addresses are data: a slice that comes or goes needs no other graph. Pages may be the host's."""
+    made, given = layer(EXPERTS, 128, 64, bits=(8,)), moved(tokens(8, 128, EXPERTS, 2))
+    every = {name: [3] * EXPERTS for name in ("gate_up", "down")}
+    pool, here = in_pages(made, every, 4096, DEVICE)
+    host, there = in_pages(made, every, 4096, "cpu", pinned=True)
+    there, found = moved(there), moved(in_pages(made, every, 4096, DEVICE)[1])
+    run(given, found, page_bytes=4096)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(given, found, page_bytes=4096)
+    for levels in (every, {"gate_up": [1, 2, 3, 1, 1], "down": [3, 1, 2, 1, 2]}):
+        for name in ("gate_up", "down"):
+            table = torch.where(
+                torch.arange(EXPERTS)[:, None] % 2 == 0, here[name].addresses, there[name].addresses.cpu()
+            )
+            gone = in_pages(made, levels, 4096)[1][name].addresses == 0
+            found[name].addresses.copy_(table.masked_fill(gone, 0))
+        graph.replay()
+        assert torch.equal(out, run(given, moved(lowered(made, levels))))
+    del pool, host
 
 
 @on_gpu

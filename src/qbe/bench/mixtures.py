@@ -7,7 +7,6 @@ its own, and that is all a cache can see. Rounding 12 288 different matrices wou
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from qbe.bench.expert_layers import QWEN3_30B, ExpertShape
 from qbe.sites import SiteTable
 from qbe.store.experts import expert_layers, install
 from qbe.store.nest_experts import assembled
+from qbe.store.nested_experts import NestedExperts, hollow
 from qbe.store.nested_linears import NestedWeightConfig, set_weight
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable, with_store
@@ -49,10 +49,11 @@ class MixtureShape:
         from transformers import Qwen3MoeConfig
 
         e = self.experts
+        beside: dict[str, Any] = {"head_dim": self.head}  # which transformers' type does not know
         return Qwen3MoeConfig(
             hidden_size=e.hidden, moe_intermediate_size=e.inner, num_experts=e.experts, num_experts_per_tok=e.top,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
-            head_dim=self.head, vocab_size=self.vocabulary, intermediate_size=e.inner, norm_topk_prob=True,
+            **beside, vocab_size=self.vocabulary, intermediate_size=e.inner, norm_topk_prob=True,
             max_position_embeddings=4096, mlp_only_layers=[], bos_token_id=None, eos_token_id=None, dtype="bfloat16",
         )  # fmt: skip
 
@@ -61,13 +62,13 @@ QWEN3_30B_A3B = MixtureShape(QWEN3_30B, 48, 32, 4, 128, 8192)  # with a smaller 
 
 
 def random_mixture(
-    shape: MixtureShape, device: torch.device, config: NestedWeightConfig, tick: Callable[[], None] = lambda: None
+    shape: MixtureShape, device: torch.device, config: NestedWeightConfig, paged: bool = False
 ) -> tuple[nn.Module, SiteTable]:
     """The nested model and its sites, in bfloat16.
 
     Args:
         config: with originals these are on the device, too.
-        tick: called for each layer.
+        paged: leave out the codes of experts, which residency brings.
     """
     from transformers import Qwen3MoeForCausalLM
 
@@ -102,10 +103,13 @@ def random_mixture(
             )
             plain = weight.expand(count, n, k)
             setattr(layer.module, parameter, nn.Parameter(plain.contiguous() if keep else plain, requires_grad=False))
-            install(layer, parameter, assembled(layer, parameter, config, lambda _, one=one: one))  # type: ignore[misc]
-        tick()
-    _buffers(model, device)
-    place(model, device, "device" if keep else "none")
+            if paged:
+                install(layer, parameter, _hollow(one, count))
+            else:
+                install(layer, parameter, assembled(layer, parameter, config, lambda _, one=one: one))  # type: ignore[misc]
+    with device:  # what depends on the configuration is made by the model's own code
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    place(model, device, "device" if keep else "none", paged=paged)
     return model, with_store(table, model)
 
 
@@ -119,10 +123,14 @@ def _matrix(
     return known[shape]
 
 
-def _buffers(model: Any, device: torch.device) -> None:
-    """Buffers that depend on the configuration (rotary frequencies) are made by the model's own code, on the device."""
-    with device:
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+def _hollow(one: NestedTensor, count: int) -> NestedExperts:
+    """So many experts with this matrix, whose codes are not there."""
+    shape, device = (count, *one.packed.shape), one.packed.device
+    exponents = torch.full((count,), one.exponent, dtype=torch.int32, device=device)
+    meta = one.meta.expand(count, *one.meta.shape).contiguous()
+    return NestedExperts(
+        hollow(shape, device), meta, exponents, one.slices, one.group_size, one.in_features, one.logical_dtype
+    )
 
 
 def skew(model: nn.Module, shape: MixtureShape) -> None:
@@ -137,7 +145,7 @@ def skew(model: nn.Module, shape: MixtureShape) -> None:
             raised = torch.zeros(count)
             raised[torch.randperm(count, generator=draw)[:hot]] = _rise(count, hot, top, spread)
             module.register_buffer("raised", raised.to(weight.device), persistent=False)
-            module.forward = types.MethodType(_raised_forward, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(_raised_forward, module)
 
 
 def _rise(count: int, hot: int, top: int, spread: float) -> float:

@@ -6,8 +6,6 @@ import ctypes
 from collections.abc import Mapping
 from contextlib import suppress
 
-import torch
-
 from qbe.engine.core import Core
 from qbe.engine.extensions.resident_reads import ResidentReads
 from qbe.engine.memory import of_engine
@@ -16,9 +14,7 @@ from qbe.residency.residency import Residency, check_miss
 from qbe.residency.size import at_least, parse_size
 
 
-def check(
-    device_memory: int | str | None, miss: str | None, device: torch.device, others: Mapping[str, bool]
-) -> int | None:  # fmt: skip
+def check(device_memory: int | str | None, miss: str | None, others: Mapping[str, bool]) -> int | None:
     """The bound in bytes; None without one.
 
     Args:
@@ -33,8 +29,6 @@ def check(
         return None
     check_miss(miss or "lower")
     size = parse_size("device_memory", device_memory)
-    if device.type != "cpu":
-        raise QBEError(f"device_memory cannot be bounded on {device} yet: leave it out, or give device='cpu'")
     for other, asked in others.items():
         if asked:
             raise QBEError(f"device_memory does not go with {other}: leave one of them out")
@@ -53,14 +47,17 @@ def hold(core: Core, residency: Residency, bound: int) -> None:
     least = rest + residency.least
     if bound < least:
         waits = " and what a step waits for" if residency.waits else ""
+        lowest = "dense layers, graphs" if core.device.type == "cuda" else "lowest slices"
         raise QBEError(
-            f"device_memory is {bound} bytes, but what always stays on the device takes {at_least(least)}: lowest "
-            f"slices, scales and weights that are not nested {at_least(memory.weights)}, KV cache "
+            f"device_memory is {bound} bytes, but what always stays on the device takes {at_least(least)}: {lowest}, "
+            f"scales and weights that are not nested {at_least(least - memory.kv - residency.least)}, KV cache "
             f"{at_least(memory.kv)}{waits}; give at least that, or a smaller kv_tokens"
         )
     _trim_heap()
     residency.start(core.plan, bound - rest)
-    core.extensions.append(ResidentReads(residency, core.plan, core.runner.packed))
+    if residency.waits and core.device.type == "cuda":
+        core.runner.decode = None  # a graph's experts cannot wait between their router and their products
+    core.extensions.append(ResidentReads(residency, core.plan, core.runner))
 
 
 def _trim_heap() -> None:

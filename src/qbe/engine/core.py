@@ -73,6 +73,7 @@ class Core:
         max_sequences: requests that run at the same time; others wait.
         kv_tokens: size of the KV cache in tokens of 16 bits; at fewer bits more fit. By default what 4 sequences at
             full context need, at most 16384 tokens on the CPU and 30 % of the free memory on a GPU.
+        device_memory: bytes that this core and what residency keeps may take on a GPU; the default cache fits in it.
         device: the model's device, when it is not that of its first parameter.
         progress: show progress bars while kernels are compiled and decode steps captured.
         compile: compile steps with torch.compile, on a CPU those with prompts and decode steps of up to 16 sequences,
@@ -108,6 +109,7 @@ class Core:
         max_batch_tokens: int | None = None,
         max_sequences: int = 32,
         kv_tokens: int | None = None,
+        device_memory: int | None = None,
         device: torch.device | None = None,
         progress: bool = False,
         compile: bool = False,
@@ -136,7 +138,7 @@ class Core:
         with one_line(model):
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
         self.states = state_pool(kept, max_sequences, self.device)
-        self.pool = page_pool(model, kept.kv, kept.dtype, self.device, self.context, kv_tokens)
+        self.pool = page_pool(model, kept.kv, kept.dtype, self.device, self.context, kv_tokens, device_memory)
         self.originals = Originals(self.pool)
         self.scheduler = scheduler_of(
             self.pool,
@@ -182,7 +184,7 @@ class Core:
             attention=self.scheduler.paged,
             latent=self.pool.latent,
             cuda=self.device.type == "cuda",
-            device_memory=self.plan.limits is not None,
+            device_memory=self.residency is not None,
             fixed_shapes=self.runner.decode is not None,
             drafts=self.speculator is not None,
             originals_full=self.originals.refused,

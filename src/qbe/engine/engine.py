@@ -62,7 +62,8 @@ class Engine(Requests):
         most_bits: the widest precision of the store that is loaded, 4, 6 or 8; None loads all.
         device_memory: bytes of weights and KV cache that may be on the device, a number or a size such as "12GiB"; None
             bounds nothing. Slices that do not fit stay in the store's file; what is read most is brought to the device
-            while requests run. Without 16-bit originals; on a CPU only, whose main memory is meant.
+            while requests run. Without 16-bit originals. Of a CPU main memory is meant; on a GPU only experts are left
+            out, and wait in page-locked host memory, or where that ends in the store's file.
         trust: load a folder of `qbe quantize` whose files are not those that its `provenance.json` lists.
         miss: what a row does that asks for a slice which is not on the device: `lower` (None), it reads the nearest
             precision that is, and nobody waits; or `wait`, it gets the bits that it asked for.
@@ -126,25 +127,27 @@ class Engine(Requests):
         check_sizes(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, kv_tokens=kv_tokens)
         beside = {"a model given in memory": isinstance(model, nn.Module), "compile": compile,
                   "most_bits": most_bits is not None, "originals": originals not in (None, "none")}  # fmt: skip
-        bound = bounded_memory.check(device_memory, miss, where, beside)
+        bound = bounded_memory.check(device_memory, miss, beside)
         originals = "none" if bound is not None else originals
+        paged = {"paged": True} if bound is not None and where.type == "cuda" else {}
         prepared = prepare_model(
             model, tokenizer, processor, dtype, trust, device=where, originals=originals, most_bits=most_bits,
-            need_sensitivity=default.needs_sensitivity, progress=progress,
+            need_sensitivity=default.needs_sensitivity, progress=progress, **paged,
         )  # fmt: skip
         self.model = prepared.model
         tower = tower_of(self.model, prepared.name, prepared.tokenizer, processor)
         residency = None
         if bound is not None and prepared.folder is not None:
-            residency = Residency(self.model, prepared.table, prepared.folder, miss or "lower", progress)
+            residency = Residency(self.model, prepared.table, prepared.folder, where, miss or "lower", progress)
         cascade = cascade_of(prepared)
         try:
             core = Core(
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
-                kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
-                cascade=None if isinstance(cascade, QBEError) else cascade, routers=default.routers(prepared.table),
-                shared_rows=rows == "shared", tower=None if isinstance(tower, str) else tower,
+                kv_tokens=kv_tokens, device_memory=bound, device=where, progress=progress, compile=compile,
+                speculate=speculate, cascade=None if isinstance(cascade, QBEError) else cascade,
+                routers=default.routers(prepared.table), shared_rows=rows == "shared",
+                tower=None if isinstance(tower, str) else tower,
             )  # fmt: skip
             if residency is not None and bound is not None:
                 bounded_memory.hold(core, residency, bound)

@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from qbe.engine.devices import reserved
 from qbe.engine.execution import patch_modules
 from qbe.engine.execution.mixers import Mixers
 from qbe.engine.execution.runner import Runner, use_paged_attention
@@ -113,12 +114,13 @@ def prepare_layers(model: nn.Module, plan: Plan, sizes: StepSizes, vocabulary: i
 
 def page_pool(
     model: nn.Module, shapes: Sequence[KVShape | None], dtype: torch.dtype, device: torch.device, context: int | None,
-    kv_tokens: int | None,
+    kv_tokens: int | None, device_memory: int | None = None,
 ) -> PagePool:  # fmt: skip
     """Pages for so many tokens of 16 bits, by default as many as suit the device; the model's attention reads them.
 
     Args:
         shapes, dtype: of the numbers in them (`qbe.kvcache.probe`).
+        device_memory: bytes that all of an engine may take on a GPU; None: what is free.
 
     Raises:
         QBEError: a model whose attention QBE cannot page, or more than the memory holds.
@@ -127,7 +129,9 @@ def page_pool(
     if paged:
         use_paged_attention(model)
     free, each = free_memory(device), page_bytes(shapes, dtype)
-    tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(context, device, each)
+    if device_memory is not None and device.type == "cuda":
+        free = min(free, max(0, device_memory - reserved(device)))
+    tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(context, device, each, free=free)
     pages = pages_for(tokens) if paged else 0
     if kv_tokens is not None and pages * each > free - each:  # there is one more than asked for
         raise QBEError(

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from qbe.errors import QBEError
 from qbe.models.folder_weights import LazySafetensor
+from qbe.models.mxfp4 import LazyMXFP4
 
 # Fields that say how often something with weights of its own is repeated, in the configs of transformers.
 _REPEATED = {
@@ -26,7 +27,7 @@ _REPEATED = {
 _ALWAYS_BUILT = 512  # parts that are nothing to build: defaults for parts that a checkpoint lacks stay below it
 
 
-def check_counts(folder: Path, tensors: Mapping[str, LazySafetensor]) -> None:
+def check_counts(folder: Path, tensors: Mapping[str, LazySafetensor | LazyMXFP4]) -> None:
     """Refuses a `config.json` that repeats a part more often than the weights can fill.
 
     Every layer has a tensor; every expert has one, or an index in the first dimension of one.
@@ -59,7 +60,7 @@ def _numbers(value: Any, depth: int = 0) -> Iterator[tuple[str, int | float]]:
                 yield from _numbers(inner, depth + 1)
 
 
-def check_size(folder: Path, model: nn.Module, tensors: Mapping[str, LazySafetensor]) -> None:
+def check_size(folder: Path, model: nn.Module, tensors: Mapping[str, LazySafetensor | LazyMXFP4]) -> None:
     """Refuses a model on the meta device that needs far more weights than the files hold, before memory is taken.
 
     Raises:

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from qbe.errors import QBEError
-from qbe.models import folder_weights, gguf_weights, sentencepiece
+from qbe.models import folder_weights, gguf_weights, mxfp4, sentencepiece
 from qbe.models.config_check import check_counts, check_limits, check_size
 from qbe.models.fetch import progress_bar
 from qbe.models.gguf_configs import config_of, generation_ids
@@ -39,6 +39,8 @@ from qbe.models.resolve import pull
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_BUFFER_BYTES = 1 << 30
+
+Lazy = folder_weights.LazySafetensor | mxfp4.LazyMXFP4
 
 
 @dataclass
@@ -158,7 +160,7 @@ def _load_folder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not (path / "config.json").is_file():
         raise QBEError(f"{path} has no config.json: it is not a transformers model folder")
-    weights = folder_weights.lazy_state_dict(path)
+    weights = mxfp4.dequantised(folder_weights.lazy_state_dict(path))
     check_counts(path, weights)  # even making the config takes as long as it has layers
     config = _folder_config(path)
     tokenizer = _folder_tokenizer(path)
@@ -201,7 +203,7 @@ class _Unread:
         return torch.zeros((), device=device, dtype=dtype).expand(self.shape)
 
 
-def _checkpoint_dtype(config: PreTrainedConfig, weights: Mapping[str, folder_weights.LazySafetensor]) -> torch.dtype:
+def _checkpoint_dtype(config: PreTrainedConfig, weights: Mapping[str, Lazy]) -> torch.dtype:
     """What the config says, else the type of most weights; float32 for types that QBE does not run in."""
     stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     if stated is None:
@@ -223,7 +225,9 @@ def _folder_config(path: Path) -> PreTrainedConfig:
         method = (
             quantization.get("quant_method", "?") if isinstance(quantization, dict) else type(quantization).__name__
         )
-        raise QBEError(f"{path} is already quantised ({method}); give QBE the unquantised checkpoint")
+        if method != mxfp4.METHOD:
+            raise QBEError(f"{path} is already quantised ({method}); give QBE the unquantised checkpoint")
+        del config.quantization_config  # in 16 bits it is what it was
     check_limits(config, path / "config.json")
     return config
 

@@ -11,7 +11,7 @@ exchanging them would move bytes for nothing.
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 HALF_LIFE = 4096  # tokens
 PRIOR = 64  # tokens that what was known at the start counts for
 RATIO, LEAST = 1.5, 8.0  # what takes another's place was read so many times as often, and so many reads more
+FAR = 64.0  # a read without a higher slice takes no longer, one without the lowest waits for the host's memory
 IN_FLIGHT = 64  # fetches that are asked for at once: the order of later ones is decided when these are done
 
 Numbers = npt.NDArray[np.float64]
@@ -26,7 +27,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class Slice(NamedTuple):
-    """A slice of a site; number 0 is its lowest one, which never leaves the device."""
+    """A slice of a site; number 0 is its lowest one."""
 
     site: int
     number: int
@@ -44,18 +45,20 @@ class Planner:
 
     Args:
         sizes: int64 [sites, slices], bytes of each slice.
-        budget: bytes that all slices above the lowest ones may take together, those in flight included.
+        budget: bytes that all slices above the floors may take together, those in flight included.
         use: float64 [sites], how often a token is expected to read each site.
+        floors: int64 [sites], how many slices of each site never leave the device; None: the lowest one.
 
     Attributes:
-        levels: int64 [sites], how many slices of each site are resident, from the lowest on; at least 1.
-        held: bytes of the slices above the lowest ones that are resident or in flight.
+        levels: int64 [sites], how many slices of each site are resident, from the lowest on.
+        held: bytes of the slices above the floors that are resident or in flight.
     """
 
-    def __init__(self, sizes: Counts, budget: int, use: Numbers) -> None:
+    def __init__(self, sizes: Counts, budget: int, use: Numbers, floors: Counts | None = None) -> None:
         self.sizes, self.budget = sizes, budget
         sites, slices = sizes.shape
-        self.levels = np.ones(sites, np.int64)
+        self.floors = np.ones(sites, np.int64) if floors is None else floors
+        self.levels = self.floors.copy()
         self.held = 0
         self._coming = np.zeros(sites, bool)
         self._slices = slices
@@ -64,8 +67,13 @@ class Planner:
 
     @property
     def heat(self) -> Numbers:
-        """float64 [sites, slices], aged count of the reads that asked for each slice; it falls along a row."""
-        return np.ascontiguousarray(self._reads[:, ::-1].cumsum(axis=1)[:, ::-1])
+        """float64 [sites, slices], aged count of the reads that asked for each slice; it falls along a row.
+
+        The lowest slice of a site that has no floor counts for more.
+        """
+        found = np.ascontiguousarray(self._reads[:, ::-1].cumsum(axis=1)[:, ::-1])
+        found[self.floors == 0, 0] *= FAR
+        return found
 
     @property
     def in_flight(self) -> int:
@@ -75,6 +83,10 @@ class Planner:
     def count(self, sites: Counts, levels: Counts, tokens: float | Numbers = 1.0) -> None:
         """Tokens have asked for the first `levels` slices of these sites; all of the same shape."""
         np.add.at(self._reads, (sites, levels - 1), tokens)
+
+    def add(self, reads: Numbers) -> None:
+        """Tokens have asked so often, [sites, slices], for as many slices of each site."""
+        self._reads += reads
 
     def age(self, tokens: int) -> None:
         """So many tokens have gone through the model."""
@@ -100,7 +112,9 @@ class Planner:
         wanted = np.flatnonzero((self.levels < self._slices) & ~self._coming)
         hot = heat[wanted, self.levels[wanted]]
         order = np.lexsort((wanted, self.levels[wanted], -hot))[: max(0, IN_FLIGHT - self.in_flight)]
-        victims = _Victims(self, heat)
+        if not len(order):
+            return moves
+        victims = _Victims(self, heat, reads=float(hot[order[0]]))
         for site, reads in zip(wanted[order].tolist(), hot[order].tolist(), strict=True):
             index = int(self.levels[site])
             size = int(self.sizes[site, index])
@@ -132,7 +146,7 @@ class Planner:
         ]
         size = sum(int(self.sizes[s]) for s in missing)
         heat = self.heat
-        taken = _Victims(self, heat, pinned).for_room(size - (self.budget - self.held), np.inf)
+        taken = _Victims(self, heat, ~pinned).for_room(size - (self.budget - self.held), np.inf)
         if taken is None:
             return None
         for one in taken:
@@ -162,15 +176,23 @@ class Planner:
 
 
 class _Victims:
-    """The resident slices that may be dropped, the least read first: of each site the highest one there."""
+    """The resident slices that may be dropped, the least read first: of each site the highest one there.
 
-    def __init__(self, planner: Planner, heat: Numbers, pinned: npt.NDArray[np.bool_] | None = None) -> None:
-        self._sizes, self._heat = planner.sizes, heat
-        free = (planner.levels > 1) & ~planner._coming
-        if pinned is not None:
-            free &= ~pinned
+    Args:
+        free: [sites], those of which something may be dropped; None: all.
+        reads: how often the most-read of what wants their room is read; those that it cannot replace are left out.
+    """
+
+    def __init__(
+        self, planner: Planner, heat: Numbers, free: npt.NDArray[np.bool_] | None = None, reads: float = np.inf
+    ) -> None:  # fmt: skip
+        self._sizes, self._heat, self._floors = planner.sizes, heat, planner.floors
         self._tops = planner.levels - 1
-        sites = np.flatnonzero(free)
+        some = (planner.levels > planner.floors) & ~planner._coming
+        if free is not None:
+            some &= free
+        sites = np.flatnonzero(some)
+        sites = sites[_clearly_more(reads, heat[sites, self._tops[sites]])]
         tops = self._tops[sites]
         self._queue = list(zip(heat[sites, tops].tolist(), (-tops).tolist(), sites.tolist(), strict=True))
         heapq.heapify(self._queue)
@@ -196,9 +218,10 @@ class _Victims:
 
     def _push(self, site: int) -> None:
         top = int(self._tops[site])
-        if top > 0:
+        if top >= self._floors[site]:
             heapq.heappush(self._queue, (float(self._heat[site, top]), -top, site))
 
 
-def _clearly_more(reads: float, others: float) -> bool:
+def _clearly_more(reads: float, others: Any) -> Any:
+    """Whether something is read so much more often; of numbers or of arrays of them."""
     return reads > RATIO * others + LEAST

@@ -92,6 +92,12 @@ class ExpertCounter:
             self._counts.view(-1).index_add_(0, chosen, self._one.expand(len(chosen)))
         self.tokens += tokens
 
+    def kept(self, rows: int) -> torch.Tensor:
+        """int64 [layers, rows, choices], what the first rows of the last forward that kept its choices chose; numbers
+        from the last expert's on are no choice."""
+        assert self._kept is not None
+        return self._kept[:, :rows]
+
     def read(self) -> ExpertUse:
         """What was counted since `begin`. It waits for the device."""
         counts = self._counts.cpu().numpy().astype(np.float64)

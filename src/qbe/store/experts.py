@@ -104,6 +104,16 @@ def nested_experts(model: nn.Module) -> list[tuple[str, NestedExperts]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, NestedExperts)]
 
 
+def paged_experts(model: nn.Module) -> list[tuple[str, NestedExperts]]:
+    """Those of them that a kernel multiplies as they are, so that their codes may lie in pages."""
+    found = []
+    for layer in expert_layers(model):
+        nested = [layer.nested(p) for p in layer.parameters]
+        if all(m is not None for m in nested) and gate_of(layer.module) is not None:
+            found += [(f"{layer.name}.{p}", m) for p, m in zip(layer.parameters, nested, strict=True) if m is not None]
+    return found
+
+
 def install(layer: ExpertLayer, parameter: str, matrices: NestedExperts) -> None:
     """Puts nested matrices in the place of a parameter, or of others, and lets the module's forward read them."""
     module = layer.module
@@ -184,7 +194,7 @@ def _multiplied(
         bias = getattr(module, f"{_FIRST[0]}_bias", None), getattr(module, f"{_DOWN}_bias", None)
         return ops.nested_experts(
             x, ids, weights, rows, first.matrices(bias[0]), down.matrices(bias[1]), first.slices, form.activation,
-            form.interleaved, form.alpha, form.limit,
+            form.interleaved, form.alpha, form.limit, first.page_bytes,
         )  # fmt: skip
 
     def multiply(parameter: str, e: int, some: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from qbe.store.expert_counter import LayerCounter
 
 
+def hollow(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A tensor of codes that has this shape and no memory: every byte of it is the same one."""
+    return torch.zeros(1, dtype=torch.uint8, device=device).expand(tuple(shape))
+
+
 class NestedExperts(nn.Module):
     """Weights [E, N, K] stored as nested codes.
 
@@ -32,6 +37,8 @@ class NestedExperts(nn.Module):
         precision: uint8 [R, E], a precision byte of each expert (`qbe.kernels.reference.activations`) for every row of
             a plan; one row where no plan is bound. Kernels read it while they run.
         rows: int32 [tokens], the row of `precision` that each token of a step reads; None: all read the first.
+        addresses, page_bytes: where not all codes are on the device (`qbe.residency`), as `ExpertMatrices` has them;
+            `packed` then is hollow.
         counter: is told what tokens choose, where an engine counts it (`qbe.store.expert_counter`).
         slices, group_size, in_features, logical_dtype: as of NestedTensor.
     """
@@ -57,6 +64,8 @@ class NestedExperts(nn.Module):
         precision = torch.full((1, len(packed)), full, dtype=torch.uint8, device=packed.device)
         self.register_buffer("precision", precision, persistent=False)
         self.rows: torch.Tensor | None = None
+        self.addresses: torch.Tensor | None = None
+        self.page_bytes = 0
         self.counter: LayerCounter | None = None
 
     @classmethod
@@ -110,7 +119,9 @@ class NestedExperts(nn.Module):
 
     def matrices(self, bias: torch.Tensor | None) -> ExpertMatrices:
         """As kernels take it."""
-        return ExpertMatrices(self.packed, self.meta, self.exponents, self.precision, self.original, bias)
+        return ExpertMatrices(
+            self.packed, self.meta, self.exponents, self.precision, self.original, bias, self.addresses
+        )
 
     def rows_of(self, tokens: int) -> torch.Tensor:
         """int32 [tokens]: which row of `precision` each token of a step reads."""

@@ -13,8 +13,8 @@ from qbe.format.codes import CHUNK
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import of_rows
 from qbe.kernels.reference.nested_linear import dequantise
-from qbe.store.experts import expert_layers, install, nested_experts, remove, served_on
-from qbe.store.nested_experts import NestedExperts
+from qbe.store.experts import expert_layers, install, nested_experts, paged_experts, remove, served_on
+from qbe.store.nested_experts import NestedExperts, hollow
 from qbe.store.nested_linears import nested_linears, set_weight
 from qbe.store.nested_tensor import NestedTensor
 
@@ -36,7 +36,9 @@ def place_of(originals: str | None, device: torch.device) -> str:
     return originals
 
 
-def place(model: nn.Module, device: torch.device, originals: str | None, most_bits: int | None = None) -> None:
+def place(
+    model: nn.Module, device: torch.device, originals: str | None, most_bits: int | None = None, paged: bool = False
+) -> None:  # fmt: skip
     """Moves a model to its device; the 16-bit originals of nested sites stay in pinned host memory, or go, if so asked.
 
     A kernel on a GPU reads pinned memory directly, so a row at 16 bits works either way. An original that is also
@@ -45,6 +47,7 @@ def place(model: nn.Module, device: torch.device, originals: str | None, most_bi
     Args:
         originals: as of `place_of`; on the CPU `device` and `host` both mean where they are.
         most_bits: the widest precision of the store that is kept; None keeps all.
+        paged: leave out the codes of experts, which residency brings (`qbe.residency.device_slices`).
 
     Raises:
         QBEError: another place, or bits that the store does not have.
@@ -71,9 +74,14 @@ def place(model: nn.Module, device: torch.device, originals: str | None, most_bi
     weights = {name: weight for name, _, weight in nested}
     for _, module, _ in nested:
         module.weight = None  # type: ignore[assignment]  # so that `model.to` leaves it alone
+    shapes = {matrices: tuple(matrices.packed.shape) for _, matrices in paged_experts(model)} if paged else {}
+    for matrices in shapes:
+        matrices.packed = torch.zeros(0, dtype=torch.uint8)
     owners = {p.data_ptr(): name for name, p in model.named_parameters()}
     tied = {n: owners[a] for n, w in weights.items() if (a := _address(w.original)) in owners}
     model.to(device)
+    for matrices, shape in shapes.items():
+        matrices.packed = hollow(shape, device)
     for _, matrices in nested_experts(model):
         if matrices.original is not None and originals == "host":
             matrices.original = matrices.original.cpu().pin_memory()

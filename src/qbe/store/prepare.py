@@ -78,6 +78,7 @@ def prepare(
     most_bits: int | None = None,
     need_sensitivity: bool = True,
     trust: bool = False,
+    paged: bool = False,
     progress: bool = True,
 ) -> PreparedModel:
     """Loads a model and its nested store; makes (and caches) what is missing.
@@ -89,6 +90,7 @@ def prepare(
             nowhere are not even read.
         most_bits: the widest precision of the store that is loaded; None: all of it.
         need_sensitivity: estimate the sensitivities if they are not stored yet and did not come with the package.
+        paged: leave the codes of experts out of the device's memory, as `qbe.store.placement.place`.
         trust: take the files of a QBE folder as they are, whatever its `provenance.json` says of them.
 
     Raises:
@@ -106,7 +108,7 @@ def prepare(
                 continue
             try:
                 return _from_store(
-                    path, folder, str(name), dtype, device, originals, most_bits, need_sensitivity, progress
+                    path, folder, str(name), dtype, device, originals, most_bits, need_sensitivity, paged, progress
                 )
             except QBEError as error:
                 if folder == path:
@@ -118,7 +120,7 @@ def prepare(
 
 def _from_store(
     path: Path, folder: Path, name: str, dtype: str | torch.dtype, device: torch.device, originals: str,
-    most_bits: int | None, need_sensitivity: bool, progress: bool,
+    most_bits: int | None, need_sensitivity: bool, paged: bool, progress: bool,
 ) -> PreparedModel:  # fmt: skip
     """The model at `path` with the store in `folder`."""
     keep = originals != "none"
@@ -137,12 +139,12 @@ def _from_store(
             measured = sensitivity_table.read(folder)
         elif missing_all and need_sensitivity:
             measured = estimate_into(folder, path, name, device, progress=progress)
-    place(loaded.model, device, originals, most_bits)
+    place(loaded.model, device, originals, most_bits, paged)
     counted, served = expert_use.read(folder), expert_use.read_served(folder)
     table = with_use(with_store(table, loaded.model), counted + served if counted and served else counted)
     table = drift_table.with_floors(table, drift_table.read(folder))
     if measured is not None:
-        if measured.text is None:  # a store of an older version, or one that is known
+        if measured.text is None and not paged:  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
         if counted and served:
             measured = scaled(measured, counted, counted + served)

@@ -144,6 +144,10 @@ class Runner:
         """Whether the model's output head can be made to see only the rows whose logits are wanted."""
         return "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    def has_fixed_shape(self, work: collections.abc.Sequence[ScheduledTokens]) -> bool:
+        """Whether `decode` runs this work."""
+        return self.decode is not None and self.decode.serves(work) and not _pictured(work)
+
     @torch.inference_mode()
     def step(self, work: collections.abc.Sequence[ScheduledTokens]) -> Scores:
         """Run the work and advance each sequence's `computed`.
@@ -151,7 +155,7 @@ class Runner:
         Returns:
             On the model's device, a row for every work that samples, in order; valid until the next step.
         """
-        fixed = self.decode if self.decode is not None and self.decode.serves(work) and not _pictured(work) else None
+        fixed = self.decode if self.has_fixed_shape(work) else None
         if fixed is not None:
             scores = fixed.run(work)
             self._count(len(work))

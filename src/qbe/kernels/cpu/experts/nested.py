@@ -19,6 +19,7 @@ from qbe.kernels.ops.experts.arguments import check_experts
 from qbe.kernels.ops.experts.nested import ACTIVATIONS, ExpertMatrices
 from qbe.kernels.reference.activations import weight_bits, word_of_byte
 from qbe.kernels.reference.experts.nested import gated
+from qbe.kernels.reference.experts.nested import nested_experts as reference
 from qbe.sites import FULL_BITS
 
 PAIRS = 8192  # of a token and an expert at once: bounds the temporaries of a prompt
@@ -64,17 +65,20 @@ def nested_experts(
     gate_up_precision: torch.Tensor,
     gate_up_original: torch.Tensor | None,
     gate_up_bias: torch.Tensor | None,
+    gate_up_addresses: torch.Tensor | None,
     down_packed: torch.Tensor,
     down_meta: torch.Tensor,
     down_exponents: torch.Tensor,
     down_precision: torch.Tensor,
     down_original: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    down_addresses: torch.Tensor | None,
     slices: Sequence[int],
     activation: str,
     interleaved: bool,
     alpha: float,
     limit: float,
+    page_bytes: int,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.experts.nested`, its matrices one by one.
 
@@ -87,10 +91,16 @@ def nested_experts(
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
     gate_up = ExpertMatrices(
-        gate_up_packed, gate_up_meta, gate_up_exponents, gate_up_precision, gate_up_original, gate_up_bias
+        gate_up_packed, gate_up_meta, gate_up_exponents, gate_up_precision, gate_up_original, gate_up_bias,
+        gate_up_addresses,
+    )  # fmt: skip
+    down = ExpertMatrices(
+        down_packed, down_meta, down_exponents, down_precision, down_original, down_bias, down_addresses
     )
-    down = ExpertMatrices(down_packed, down_meta, down_exponents, down_precision, down_original, down_bias)
     check_experts(x, topk_ids, topk_weights, rows, gate_up, down)
+    if gate_up.addresses is not None or down.addresses is not None:  # main memory keeps its codes in one place
+        gate = (activation, interleaved, alpha, limit)
+        return reference(x, topk_ids, topk_weights, rows, gate_up, down, slices, *gate, page_bytes)
     layer = _Layer(gate_up, down, tuple(slices), (activation, interleaved, alpha, limit))
     out = torch.empty(x.shape, dtype=x.dtype)
     if out.numel() == 0 or topk_ids.shape[1] == 0:

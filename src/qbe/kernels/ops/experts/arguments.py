@@ -39,7 +39,9 @@ def _check_matrices(name: str, one: ExpertMatrices, shape: tuple[int, int, int],
     experts, outputs, inputs = shape
     for part, dtype in (("packed", torch.uint8), ("meta", torch.uint8), ("exponents", torch.int32)):
         tensor = getattr(one, part)
-        if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.shape[:1] != (experts,):
+        shape_only = part == "packed" and one.addresses is not None
+        whole = shape_only or tensor.is_contiguous()
+        if tensor.dtype is not dtype or not whole or tensor.shape[:1] != (experts,):
             raise RuntimeError(
                 f"{name}'s {part} must be contiguous {dtype} of {experts} experts, not {tensor.dtype} "
                 f"{list(tensor.shape)}"
@@ -57,6 +59,14 @@ def _check_matrices(name: str, one: ExpertMatrices, shape: tuple[int, int, int],
         raise RuntimeError(
             f"{name}'s packed {list(one.packed.shape)} and meta {list(one.meta.shape)} are not nested matrices of "
             f"{outputs} outputs and {inputs} inputs"
+        )
+    addresses = one.addresses
+    if addresses is not None and (
+        addresses.dtype is not torch.int64 or not addresses.is_contiguous() or addresses.shape[:1] != (experts,)
+    ):
+        raise RuntimeError(
+            f"{name}'s addresses must be contiguous torch.int64 of {experts} experts, not {addresses.dtype} "
+            f"{list(addresses.shape)}"
         )
     for tensor_name, wanted in (("original", shape), ("bias", shape[:2])):
         tensor = getattr(one, tensor_name)

@@ -33,6 +33,10 @@ class ExpertMatrices(NamedTuple):
             the store lacks is served as in `nested_linear`; 16 and more reads the original.
         original: [E, N, K] in the model's dtype, contiguous, on x's device or in pinned host memory; None if dropped.
         bias: [E, N] or None.
+        addresses: int64 [E, pages], where each page of an expert's codes begins (`qbe.format.expert_pages`), in memory
+            that x's device reads; 0: it is not there. Kernels read it while they run: an expert's rows read the nearest
+            precision whose slices are all there. Its first slice always is. `packed` then tells shapes only. None: the
+            codes are in `packed`.
     """
 
     packed: torch.Tensor
@@ -41,6 +45,7 @@ class ExpertMatrices(NamedTuple):
     precision: torch.Tensor
     original: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    addresses: torch.Tensor | None = None
 
 
 def nested_experts(
@@ -55,6 +60,7 @@ def nested_experts(
     interleaved: bool = False,
     alpha: float = 1.0,
     limit: float = 0.0,
+    page_bytes: int = 0,
 ) -> torch.Tensor:
     """out[t] = sum over i of topk_weights[t, i] * down_e(act(gate_up_e(x[t]))), e = topk_ids[t, i].
 
@@ -75,6 +81,7 @@ def nested_experts(
             swiglu_oai: g sigmoid(alpha g) (u + 1), gpt-oss's, whose alpha is 1.702 and limit 7.
         alpha: of swiglu_oai.
         limit: if not 0, g is first brought to at most `limit`, u to [-limit, limit]; for every activation.
+        page_bytes: of the pages of both matrices, where they have addresses.
 
     Returns:
         [T, H] in x's dtype.
@@ -86,7 +93,7 @@ def nested_experts(
     if activation not in ACTIVATIONS:
         raise QBEError(f"experts have no activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}")
     y = torch.ops.qbe.nested_experts.default(
-        x, topk_ids, topk_weights, rows, *gate_up, *down, slices, activation, interleaved, alpha, limit
+        x, topk_ids, topk_weights, rows, *gate_up, *down, slices, activation, interleaved, alpha, limit, page_bytes
     )
     return without_gradient(y, x, topk_weights, gate_up.bias, down.bias)
 
@@ -97,12 +104,13 @@ def _fake(x: torch.Tensor, *_: object) -> torch.Tensor:
 
 def _matrices(name: str) -> str:
     of_experts = ", ".join(f"Tensor {name}_{part}" for part in ("packed", "meta", "exponents", "precision"))
-    return f"{of_experts}, Tensor? {name}_original, Tensor? {name}_bias"
+    return f"{of_experts}, Tensor? {name}_original, Tensor? {name}_bias, Tensor? {name}_addresses"
 
 
 OP = register(
     f"nested_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor rows, {_matrices('gate_up')}, "
-    f"{_matrices('down')}, int[] slices, str activation, bool interleaved, float alpha, float limit) -> Tensor",
+    f"{_matrices('down')}, int[] slices, str activation, bool interleaved, float alpha, float limit, "
+    "int page_bytes) -> Tensor",
     cpu="qbe.kernels.cpu.experts.nested:nested_experts",
     cuda="qbe.kernels.triton.experts.nested:nested_experts",
     fake=_fake,

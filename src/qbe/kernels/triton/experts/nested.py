@@ -10,6 +10,7 @@ import torch
 import triton
 
 from qbe.errors import QBEError
+from qbe.format.expert_pages import part_pages
 from qbe.format.layout import BLOCK, SliceLayout
 from qbe.kernels.ops.experts.arguments import check_experts
 from qbe.kernels.ops.experts.nested import ACTIVATIONS, ExpertMatrices
@@ -39,14 +40,15 @@ def nested_experts(
 
     Nothing is asked of the device on the way and no size depends on what was chosen, so that a CUDA graph holds the
     call. Precision, expert numbers and rows are read by kernels alone and cannot be refused; rows that ask for 16 bits
-    are served by the widest slice when the original was dropped. Originals may lie in pinned host memory.
+    are served by the widest slice when the original was dropped. Originals may lie in pinned host memory, and so may
+    pages that have addresses.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together.
         QBEError: x in another dtype than float16, bfloat16 or float32, or an original in pageable host memory.
     """
-    gate_up, down = ExpertMatrices(*matrices[:6]), ExpertMatrices(*matrices[6:12])
-    slices, activation, interleaved, alpha, limit = matrices[12:]
+    gate_up, down = ExpertMatrices(*matrices[:7]), ExpertMatrices(*matrices[7:14])
+    slices, activation, interleaved, alpha, limit, page_bytes = matrices[14:]
     check_experts(x, topk_ids, topk_weights, rows, gate_up, down)
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise QBEError(f"nested_experts takes float16, bfloat16 or float32 inputs, not {x.dtype}")
@@ -60,7 +62,9 @@ def nested_experts(
         return out.zero_()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     block_m = tile_rows(tokens, top, experts)
-    linear = partial(_linear, slices=slices, block_m=block_m, gate=(activation, interleaved, alpha, limit))
+    linear = partial(
+        _linear, slices=slices, block_m=block_m, gate=(activation, interleaved, alpha, limit), page_bytes=page_bytes
+    )
     with torch.cuda.device_of(x):  # Triton launches on the current device; does nothing for a CPU tensor
         order = order_pairs(topk_ids, rows.contiguous(), gate_up.precision, down.precision, block_m)
         inside = torch.empty(tokens * top, inner, dtype=x.dtype, device=x.device)
@@ -83,6 +87,7 @@ def _linear(
     slices: Sequence[int],
     block_m: int,
     gate: tuple[str, bool, float, float],
+    page_bytes: int,
 ) -> None:
     """Every pair's row times its expert's matrix, to y [pairs, ..].
 
@@ -97,11 +102,27 @@ def _linear(
     group_blocks = blocks // groups
     x = round_rows(x, words, group_blocks * BLOCK)
     block_n = 32 if x.dtype is torch.float32 else 64
+    codes = one.packed.view(torch.int32) if one.addresses is None else None
     experts_kernel[(order.tiles, -(-outputs // block_n))](
-        x, one.packed.view(torch.int32), one.meta, one.exponents, words, one.original,
+        x, codes, one.addresses, one.meta, one.exponents, words, one.original,
         None if one.bias is None else one.bias.contiguous(), y, order.order, order.first, order.tile_expert,
         order.tile_first, outputs, x.shape[1], blocks, alpha, limit, PRECISIONS=layout.precisions, PARTS=_parts(layout),
         GROUP_BLOCKS=group_blocks, STEP_BLOCKS=2 if group_blocks % 2 == 0 else 1, DEQUANTISE=block_m >= MOST_ROWS,
         STAGES=3, BLOCK_N=block_n, BLOCK_M=block_m, GATED=gated, INTERLEAVED=interleaved,
         ACTIVATION=ACTIVATIONS.index(activation), LIMITED=limit != 0, num_warps=4,
+        **_paging(one, layout, page_bytes),
     )  # fmt: skip
+
+
+def _paging(one: ExpertMatrices, layout: SliceLayout, page_bytes: int) -> dict[str, Any]:
+    """Where in a matrix's addresses the kernel finds the pages of each part and slice."""
+    if one.addresses is None:
+        return {"PAGES": (), "SLICE_PAGES": (), "COLUMNS": 0, "ALIGNED": 4}
+    plane = one.packed.shape[2]
+    pages = part_pages(layout, one.meta.shape[2], plane, page_bytes)
+    apart = all(size % 16 == 0 for size in (page_bytes, plane * layout.total_bits))
+    firsts = tuple(next(p.first for p in pages if p.slice == s) for s in range(len(layout.slices)))
+    return {
+        "PAGES": tuple((p.first, p.rows) for p in pages), "SLICE_PAGES": firsts,
+        "COLUMNS": sum(p.pages for p in pages), "ALIGNED": 16 if apart and all(p.aligned(16) for p in pages) else 4,
+    }  # fmt: skip

@@ -26,7 +26,8 @@ from qbe.kernels.triton.linear.nested_kernel import (
 @triton.jit
 def _products(
     x_row,  # pointers [BLOCK_M]
-    packed_ptr,  # int32, of the expert
+    packed_ptr,  # int32, of the expert, or None
+    addresses_ptr,  # int64 [COLUMNS], of the expert, or None
     meta_ptr,  # uint8 [2P, N, G], of the expert
     original_ptr,  # [N, K] of the expert, or None
     words,  # int32 [BLOCK_M]
@@ -43,6 +44,9 @@ def _products(
     STEP_BLOCKS: tl.constexpr,
     DEQUANTISE: tl.constexpr,
     STAGES: tl.constexpr,
+    PAGES: tl.constexpr,
+    SLICE_PAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """W[n] @ x.T in float32 [BLOCK_N, BLOCK_M], as `linear.nested_kernel` multiplies, which says why"""
     P: tl.constexpr = len(PRECISIONS)
@@ -56,6 +60,13 @@ def _products(
         serves += (bits >= PRECISIONS[p]).to(tl.int32)
     if original_ptr is not None:
         serves = tl.where(bits >= 16, P, serves)
+    if addresses_ptr is not None:  # no more than is there
+        there = 1
+        most = 0
+        for p in tl.static_range(1, P):
+            there = there & (tl.load(addresses_ptr + SLICE_PAGES[p]) != 0).to(tl.int32)
+            most += there
+        serves = tl.minimum(serves, most)
     serves = tl.where(m_ok, serves, -1)
     highest = tl.max(tl.where(serves < P, serves, -1), 0)
     present = 0
@@ -70,15 +81,28 @@ def _products(
         groups = blocks // GROUP_BLOCKS
         plane = tl.cast(N, tl.int64) * groups
         meta_row = meta_ptr + n_long * groups
+        pages = ()
+        rows_in_page = ()
+        if addresses_ptr is not None:
+            for i in tl.static_range(len(PARTS)):
+                page = n // PAGES[i][1]
+                address = tl.load(addresses_ptr + PAGES[i][0] + page, mask=n_ok & (highest >= PARTS[i][2]), other=0)
+                pages += (tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNED),)
+                rows_in_page += ((n - page * PAGES[i][1]).to(tl.int64),)
         for block in tl.range(0, blocks, STEP_BLOCKS, num_stages=STAGES):
             k = block * 64 + order
             x = tl.load(x_row[None, :] + k[:, None], mask=(k < K)[:, None] & m_ok[None, :], other=0.0)
             code_words = ()
             for i in tl.static_range(len(PARTS)):
                 wanted = n_ok & (highest >= PARTS[i][2])
-                code_words += (
-                    _load_code_words(packed_ptr, n_long, N, blocks, block, col, wanted, PARTS[i][0], PARTS[i][1]),
-                )
+                if addresses_ptr is not None:
+                    code_words += (
+                        _load_code_words(pages[i], rows_in_page[i], N, blocks, block, col, wanted, 0, PARTS[i][1]),
+                    )
+                else:
+                    code_words += (
+                        _load_code_words(packed_ptr, n_long, N, blocks, block, col, wanted, PARTS[i][0], PARTS[i][1]),
+                    )
             meta_at = meta_row + block // GROUP_BLOCKS
             scale = tl.load(meta_at, mask=n_ok, other=0)
             zero = tl.load(meta_at + plane, mask=n_ok, other=0)
@@ -137,7 +161,8 @@ def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, LIMITED: tl.con
 @triton.jit
 def experts_kernel(
     x_ptr,  # [pairs, K]: a row for each pair, by its number
-    packed_ptr,  # int32 view of [E, bytes of one matrix]
+    packed_ptr,  # int32 view of [E, bytes of one matrix], or None
+    addresses_ptr,  # int64 [E, COLUMNS] of pages, or None
     meta_ptr,  # uint8 [E, 2P, N, G]
     exponents_ptr,  # int32 [E]
     words_ptr,  # int32 [pairs], by their numbers
@@ -165,6 +190,10 @@ def experts_kernel(
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
+    PAGES: tl.constexpr,  # of each part its first page, and the rows of the matrix in each
+    SLICE_PAGES: tl.constexpr,  # of each slice its first page
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # bytes that the addresses of pages are multiples of
 ):
     """One tile of pairs times BLOCK_N rows of its expert's matrix"""
     tile = tl.program_id(0)
@@ -183,12 +212,17 @@ def experts_kernel(
         own = original_ptr
         if original_ptr is not None:
             own = original_ptr + long * N * K
-        part_words = tl.cast(blocks, tl.int64) * 2 * PRECISIONS[len(PRECISIONS) - 1] * N
+        packed = packed_ptr
+        if packed_ptr is not None:
+            packed = packed_ptr + long * (tl.cast(blocks, tl.int64) * 2 * PRECISIONS[len(PRECISIONS) - 1] * N)
+        addresses = addresses_ptr
+        if addresses_ptr is not None:
+            addresses = addresses_ptr + long * COLUMNS
         meta_bytes = tl.cast(blocks, tl.int64) // GROUP_BLOCKS * 2 * len(PRECISIONS) * N
         acc = _products(
-            x_ptr + pair * K, packed_ptr + long * part_words, meta_ptr + long * meta_bytes, own, words, m_ok, n, n_ok,
-            N, K, blocks, tl.load(exponents_ptr + expert), PRECISIONS, PARTS, GROUP_BLOCKS, STEP_BLOCKS, DEQUANTISE,
-            STAGES,
+            x_ptr + pair * K, packed, addresses, meta_ptr + long * meta_bytes, own, words, m_ok, n, n_ok, N, K, blocks,
+            tl.load(exponents_ptr + expert), PRECISIONS, PARTS, GROUP_BLOCKS, STEP_BLOCKS, DEQUANTISE, STAGES, PAGES,
+            SLICE_PAGES, ALIGNED,
         )  # fmt: skip
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + long * N + n, mask=n_ok, other=0.0).to(tl.float32)[:, None]
