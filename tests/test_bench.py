@@ -18,12 +18,14 @@ from bench_samples import CPU, LIMITS, LINEARS, THIN, TOKEN, described
 from qbe.bench import batch, decode, engine, experts, linears, prefill, switch
 from qbe.bench.engines import DecodeRun, blueprint_at, core_of, peers_of
 from qbe.bench.expert_layers import ExpertShape
+from qbe.bench.linear_peers import BF16
 from qbe.bench.machine import hardware, measure_limits
 from qbe.bench.measure import Failed
 from qbe.bench.passes import WHOLE
 from qbe.bench.weights import random_weights
 from qbe.hardware import HardwareProfile
 from qbe.kernels.reference.activations import precision_word
+from qbe.store.nested_tensor import NestedTensor
 
 
 @pytest.fixture
@@ -47,6 +49,27 @@ def test_linears(device: torch.device) -> None:
     moved = 64 * 128 / 2 + 4 * 64 * 2 + 2 * 5 * (64 + 128)
     found = next(r for r in rows if (r["what"], r["bits"]) == ("a", 4) and "M 5" in r["shape"])
     assert found["limit"] == pytest.approx(max(moved / LIMITS.bandwidth, 2 * 5 * 64 * 128 / LIMITS.flops) * 1e6)
+
+
+def test_rows_that_share_are_measured_where_they_have_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    depends = [m for m in (1, 4, 5, 8, 16, 17, 256) if linears.kernel_depends_on_company(m, gpu)]
+    assert depends == [5, 8, 16]
+    assert not linears.kernel_depends_on_company(8, CPU)
+    monkeypatch.setattr(linears, "kernel_depends_on_company", lambda rows, device: rows == 5)
+    exact: list[bool] = []
+    plain = linears.call
+
+    def spy(x: torch.Tensor, weight: NestedTensor, bits: torch.Tensor) -> torch.Tensor:
+        exact.append(weight.batch_invariant)
+        return plain(x, weight, bits)
+
+    monkeypatch.setattr(linears, "call", spy)
+    rows = described(linears.run(CPU, LIMITS, replace(LINEARS, widths=(4,), peers=(BF16,))), CPU)
+    assert set(exact) == {True, False}
+    assert {r["shape"] for r in rows if r["what"] == "a"} == {
+        "64x128, M 1, group 64", "64x128, M 5, group 64", "64x128, M 5, group 64, shared rows"
+    }  # fmt: skip
 
 
 def test_experts(device: torch.device) -> None:

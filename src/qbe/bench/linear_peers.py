@@ -1,7 +1,9 @@
-"""Other ways to multiply by the same weights: 16 bits through torch, torch's int4 tinygemm, torchao's int8 and FP8."""
+"""Other ways to multiply by the same weights: 16 bits through torch, torch's int4 tinygemm, torchao's int8 and FP8, and
+Humming's kernels of 4, 6 and 8 bits, which vLLM 0.33 uses, where they are installed (`pip install humming-kernels`)."""
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ class LinearPeer:
     dtype: torch.dtype = torch.bfloat16
 
 
-TINYGEMM_GROUP = 128
+TINYGEMM_GROUP = HUMMING_GROUP = 128
 
 
 def _dense(dtype: torch.dtype) -> Callable[[list[torch.Tensor]], Prepared]:
@@ -94,6 +96,24 @@ def _torchao(name: str, **options: Any) -> Callable[[list[torch.Tensor]], Prepar
     return prepare
 
 
+def _humming(bits: int) -> Callable[[list[torch.Tensor]], Prepared]:
+    def prepare(weights: list[torch.Tensor]) -> Prepared:
+        from humming.layer import HummingLayer
+
+        layers = []
+        for weight in weights:
+            n, k = weight.shape
+            scheme = {"dtype": f"int{bits}", "group_size": HUMMING_GROUP}
+            layer = HummingLayer(shape_n=n, shape_k=k, weight_config=scheme, torch_dtype=weight.dtype)
+            layer = layer.to(weight.device)
+            layer.load_from_unquantized(weight)
+            layer.transform()
+            layers.append(layer)
+        return lambda x, i: layers[i](x)
+
+    return prepare
+
+
 CUBLAS = LinearPeer("cuBLAS bf16", (4, 6, 8, 16), _dense(torch.bfloat16))
 TINYGEMM = LinearPeer("tinygemm int4", (4,), _tinygemm, f"torch's weight-only int4, group {TINYGEMM_GROUP}")
 INT8 = LinearPeer("torchao int8", (8,), _torchao("Int8WeightOnlyConfig"), "weight only, compiled by Inductor")
@@ -103,12 +123,19 @@ FP8 = LinearPeer(
     _torchao("Float8DynamicActivationFloat8WeightConfig", granularity="PerRow"),
     "weights and activations FP8 with a scale per row, compiled by Inductor",
 )
+HUMMING = tuple(
+    LinearPeer(f"Humming int{b}", (b,), _humming(b), f"weight only, group {HUMMING_GROUP}, its own choice of tiles")
+    for b in (4, 6, 8)
+)
 BF16 = LinearPeer("F.linear bf16", (4, 6, 8, 16), _dense(torch.bfloat16))
 FP32 = LinearPeer("F.linear fp32", (4, 6, 8, 16), _dense(torch.float32), dtype=torch.float32)
 
 
 def peers_for(device: torch.device) -> tuple[LinearPeer, ...]:
-    return (CUBLAS, TINYGEMM, INT8, FP8) if device.type == "cuda" else (BF16, FP32)
+    if device.type != "cuda":
+        return BF16, FP32
+    humming = HUMMING if importlib.util.find_spec("humming") is not None else ()
+    return (CUBLAS, TINYGEMM, INT8, FP8, *humming)
 
 
 class PreparedPeers:

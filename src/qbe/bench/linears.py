@@ -18,7 +18,7 @@ from qbe.bench.passes import check, one_pass, pass_rows
 from qbe.bench.report import Row
 from qbe.bench.weights import LinearGroup, Token, Weights, call, random_weights, token_for
 from qbe.hardware import detect
-from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
+from qbe.kernels.cuda.dispatch import UNIFORM_ROWS, linear_kernel
 from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.progress import bar
@@ -51,7 +51,9 @@ class LinearSizes:
 
 
 def sizes_for(device: torch.device) -> LinearSizes:
-    return LinearSizes(token_for(device), groups=(64, 128) if device.type == "cuda" else (64,))
+    if device.type != "cuda":
+        return LinearSizes(token_for(device))
+    return LinearSizes(token_for(device), rows=(1, 8, 16, 32, 64, 128, 256, 512, 2048), groups=(64, 128))
 
 
 def run(device: torch.device, limits: Roofline, sizes: LinearSizes, progress: bool = False) -> list[Row]:
@@ -70,17 +72,18 @@ def run(device: torch.device, limits: Roofline, sizes: LinearSizes, progress: bo
         rows: list[Row] = []
         for m in sizes.rows:
             x = random_inputs(sizes.token, m, device)
-            ours: dict[tuple[int, int, int | None], Sample] = {
-                (g, b, None): s for g in sizes.groups for b, s in uniform(weights, x, sizes.widths, g).items()
-            }
+            ours: dict[tuple[int, int, str], Sample] = {}
+            for g, exact in product(sizes.groups, (True, False) if kernel_depends_on_company(m, device) else (True,)):
+                case = "" if exact else ", shared rows"
+                ours |= {(g, b, case): s for b, s in uniform(weights, x, sizes.widths, g, exact).items()}
             for g, b, a in product(sizes.groups, sizes.widths, sizes.prompts if m >= UNIFORM_ROWS else ()):
-                ours[g, b, a] = prompt(weights, x, precision_word(b, a), g)
+                ours[g, b, f", one prompt, {a}-bit activations"] = prompt(weights, x, precision_word(b, a), g)
             mine, theirs = take_turns(ours, prepared.samples(x), sizes.rounds, tick)
-            for (group, bits, activations), parts in mine.items():
+            for (group, bits, case), parts in mine.items():
                 beside = {p.name: theirs[p.name] for p in prepared.peers if bits in p.against}
                 rows += pass_rows(
                     weights, limits, parts, beside, rows=m, group=group, widths=(bits,), bits=bits, notes=notes,
-                    prompt_of=activations,
+                    case=case, eight="8-bit" in case,
                 )  # fmt: skip
             del ours  # graphs keep their memory while they live
     return rows
@@ -92,10 +95,19 @@ def random_inputs(token: Token, m: int, device: torch.device) -> dict[int, torch
     return {k: torch.randn(m, k, device=device).bfloat16() for k in sorted({p.k for p in token.all_parts})}
 
 
-def uniform(weights: Weights, x: dict[int, torch.Tensor], widths: Iterable[int], group: int) -> dict[int, Sample]:
+def kernel_depends_on_company(rows: int, device: torch.device) -> bool:
+    """Whether so many rows have a faster kernel if a row may come out otherwise in another batch, as where rows share
+    what they read (`qbe serve --rows shared`)."""
+    kernels = {linear_kernel(rows, torch.bfloat16, True, batch_invariant=b) for b in (True, False)}
+    return device.type == "cuda" and len(kernels) > 1
+
+
+def uniform(
+    weights: Weights, x: dict[int, torch.Tensor], widths: Iterable[int], group: int, batch_invariant: bool = True
+) -> dict[int, Sample]:
     """Bits -> a pass of ours in which every row has them. On a GPU all of them replay the same graphs."""
     m = next(iter(x.values())).shape[0]
-    return passes_at(weights, x, {b: [b] * m for b in widths}, group)
+    return passes_at(weights, x, {b: [b] * m for b in widths}, group, batch_invariant)
 
 
 def prompt(weights: Weights, x: dict[int, torch.Tensor], precision_word: int, group: int) -> Sample:
@@ -121,10 +133,16 @@ def prompt(weights: Weights, x: dict[int, torch.Tensor], precision_word: int, gr
 
 
 def passes_at(
-    weights: Weights, x: dict[int, torch.Tensor], batches: Mapping[Name, list[int]], group: int
+    weights: Weights,
+    x: dict[int, torch.Tensor],
+    batches: Mapping[Name, list[int]],
+    group: int,
+    batch_invariant: bool = True,
 ) -> dict[Name, Sample]:
     """Name -> a pass of ours whose row r has the r-th of these bits."""
     nested, token = weights.nested[group], weights.token
+    for weight in (w for copies in nested.values() for w in copies):
+        weight.batch_invariant = batch_invariant  # read as the calls below are captured
     wanted = {n: torch.tensor(b, dtype=torch.int32, device=weights.device) for n, b in batches.items()}
     bits = torch.zeros_like(next(iter(wanted.values())))
     with torch.inference_mode():

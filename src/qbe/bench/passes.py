@@ -122,7 +122,8 @@ def pass_rows(
     widths: tuple[int, ...],
     bits: float | str,
     notes: Mapping[str, str],
-    prompt_of: int | None = None,
+    case: str = "",
+    eight: bool = False,
 ) -> list[Row]:
     """One row per peer for the whole token (milliseconds) and for each part (microseconds of one linear layer).
 
@@ -131,13 +132,11 @@ def pass_rows(
         rows: M.
         widths: the precisions that occur in the batch; `bits` is how the rows show them.
         notes: peer -> note.
-        prompt_of: activation bits, where the rows are known to read the same word; the limit of 8 bits counts with
-            twice the rate of 16.
+        case: what else is said of the rows.
+        eight: their activations have 8 bits, whose products have twice the rate of 16.
     """
-    token, case = weights.token, f"M {rows}, group {group}"
-    if prompt_of is not None:
-        case += f", one prompt, {prompt_of}-bit activations"
-    flops = 1.0 if prompt_of == 8 else 2.0
+    token, case = weights.token, f"M {rows}, group {group}{case}"
+    flops = 1.0 if eight else 2.0
     least = {
         p.name: limits.seconds(weights.bytes_read(p, widths, group, rows), flops * rows * p.n * p.k)
         for p in token.all_parts
