@@ -34,7 +34,8 @@ from typing import Any
 PRODUCT = ("qbe.cli.main", "qbe.cli.info", "qbe.engine.engine", "qbe.server.app", "qbe.explain.html", "uvicorn",
            "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
            "transformers.models.auto.tokenization_auto", "pydantic.root_model", "anyio._backends._asyncio",
-           "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "typer.rich_utils", "scipy.stats")  # fmt: skip
+           "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "typer.rich_utils", "scipy.stats", "torch._dynamo",
+           "torch._inductor.compile_fx")  # fmt: skip
 # torch imports its decompositions, and sympy, when it calls the first operation in the interpreter.
 INTERPRETED = ("pytest", "hypothesis", "triton.runtime.interpreter", "qbe.kernels.reference.nested_linear",
                "torch._inductor.decomposition", "qbe.engine.sampling.sampler", "qbe.store.nested_linears")  # fmt: skip
