@@ -5,14 +5,39 @@ qbe("info", "--json", home=folder)
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import forked
 
 LIMIT_S = 300
+
+
+@functools.cache
+def _compiled() -> list[Path]:
+    """What QBE compiles into its cache on first use, in the cache of this process."""
+    from qbe.files import cache_dir
+    from qbe.kernels.cpu import build, native
+    from qbe.store import descent
+
+    if build.backend() != "torch":
+        native._compiled()
+        descent.library()
+    return list((cache_dir() / "kernels").glob("*.so"))
+
+
+def cache_at(home: Path) -> dict[str, str]:
+    """The environment of a process whose cache is there, where it need not compile what this one has: 5 s of a core."""
+    folder = home / "kernels"
+    for path in _compiled():
+        with suppress(OSError):  # it has that already, or can be no cache
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / path.name).symlink_to(path)
+    return {"QBE_CACHE": str(home)}
 
 
 def qbe(
@@ -21,7 +46,7 @@ def qbe(
     """Runs one command. Without a `reader` its standard output is a pipe whose other end is closed."""
     environment = dict(os.environ, NO_COLOR="1")
     if home is not None:
-        environment |= {"QBE_CACHE": str(home), "QBE_RECORDS": str(home / "records.sqlite")}
+        environment |= cache_at(home) | {"QBE_RECORDS": str(home / "records.sqlite")}
     out = subprocess.PIPE
     if not reader:
         read, out = os.pipe()

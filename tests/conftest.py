@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch, whose waiting threads would spin beside the other worker's
+# Nor does each process that compiles start others for it, which would import torch: the two workers have the two cores.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import json
 from collections.abc import Iterator
@@ -38,10 +40,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
     # The files that take longest, so that at the end no worker waits for the other one's last file.
     LONGEST = [
-        "compile", "regress", "bench_serve", "triton_tiled", "kv_engine", "paged_attention", "bounded_attention",
-        "cuda_attention", "regress_damages", "cli", "tuned_kernels", "cli_refusals", "kv_pages", "server_ledger",
-        "server_process", "routing", "eval_policies", "version_0_1", "prompt_step", "eval_harness", "speculation",
-        "engine_default_model", "train_cascade", "server_fair", "eval_needle", "fused_rows", "uniform_linear",
+        "compile", "regress", "triton_tiled", "bench_serve", "inside_vllm", "paged_attention", "cli_refusals",
+        "bounded_attention", "norm_rope", "cli", "cuda_attention", "eval_harness", "eval_policies",
+        "tuned_kernels", "version_0_1", "models_memory", "server_process", "state_drift", "kv_engine",
+        "releases", "moe_door", "calibrate_build", "server_clients", "picture_doors", "cascade",
+        "train_cascade", "regress_damages", "served_use", "routing", "cuda_linear", "engine_core",
+        "engine_default_model", "server_health", "fused_rows", "cpu_build", "triton_eight", "prompt_step",
+        "speculation", "server_ledger", "server_fair",
     ]  # fmt: skip
 
     def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

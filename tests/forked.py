@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,8 +33,12 @@ from typing import Any
 # What processes of the product import, and those of tests in Triton's interpreter, which is chosen as Triton is.
 PRODUCT = ("qbe.cli.main", "qbe.cli.info", "qbe.engine.engine", "qbe.server.app", "qbe.explain.html", "uvicorn",
            "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
-           "transformers.models.auto.tokenization_auto")  # fmt: skip
-INTERPRETED = ("pytest", "hypothesis", "triton.runtime.interpreter", "qbe.kernels.reference.nested_linear")
+           "transformers.models.auto.tokenization_auto", "pydantic.root_model", "anyio._backends._asyncio",
+           "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "typer.rich_utils", "scipy.stats", "torch._dynamo",
+           "torch._inductor.compile_fx")  # fmt: skip
+# torch imports its decompositions, and sympy, when it calls the first operation in the interpreter.
+INTERPRETED = ("pytest", "hypothesis", "triton.runtime.interpreter", "qbe.kernels.reference.nested_linear",
+               "torch._inductor.decomposition", "qbe.engine.sampling.sampler", "qbe.store.nested_linears")  # fmt: skip
 NUMBER = struct.Struct("i")
 Started = subprocess.Popen  # tests put `_Forked` in its place
 SERVES = list[str]()  # the address that this process forks at, where it does
@@ -199,6 +204,27 @@ def become(ask: dict[str, Any]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
+def end_as_python_would(ask: dict[str, Any]) -> None:
+    """`become`, then the end of this process, but for what Python does last: it takes all modules apart, and a fork
+    copies for that every page that it shares, which takes longer than most commands. Exceptions it leaves to Python."""
+    status: Any = None
+    try:
+        become(ask)
+    except SystemExit as error:
+        status = error.code
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except (OSError, ValueError):  # who reads has gone: Python says so by an exit code of its own
+        sys.exit(status)
+    os._exit((status or 0) & 0xFF)
+
+
 if __name__ == "__main__":
     SERVES.append(sys.argv[1])
     for name in INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else PRODUCT:
@@ -212,4 +238,4 @@ if __name__ == "__main__":
         asked = serve(listener)
     if asked is not None:
         subprocess.Popen = _Forked  # type: ignore[misc]
-        become(asked)
+        end_as_python_would(asked)

@@ -14,6 +14,7 @@ from typing import IO
 import httpx2
 
 import forked
+from cli_process import cache_at
 from server_running import LIMIT_S, tiny_parts, until
 
 
@@ -63,7 +64,7 @@ def start(
         program: what runs in place of `qbe`.
         log: as in `serving`.
     """
-    environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"),
+    environment = dict(os.environ, NO_COLOR="1", **cache_at(home), QBE_RECORDS=str(home / "records.sqlite"),
                        QBE_LEDGER=str(home / "ledger.sqlite"))  # fmt: skip
     command = [sys.executable, *program, "serve", "--port", "0", *options]
     return forked.Popen(command, stdout=subprocess.PIPE, stderr=log or subprocess.PIPE, text=True, env=environment)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import forked
+from cli_process import cache_at
 from conftest import tiny_llama
 from older_folder import without_provenance
 from qbe.errors import QBEError
@@ -253,7 +254,7 @@ def test_processes_that_make_the_same_store_at_once_all_succeed(tiny_folder: Pat
         "import sys, torch\nfrom qbe.store.prepare import prepare\n"
         "prepare(sys.argv[1], device=torch.device('cpu'), need_sensitivity=False, progress=False)\n"
     )
-    environment = dict(os.environ, QBE_CACHE=str(tmp_path / "cache"))
+    environment = dict(os.environ, **cache_at(tmp_path / "cache"))
     started = [forked.Popen([sys.executable, "-c", code, str(tiny_folder)], env=environment) for _ in range(3)]
     assert [p.wait(timeout=120) for p in started] == [0, 0, 0]
     assert len(list((tmp_path / "cache" / "nested").iterdir())) == 1

@@ -188,10 +188,10 @@ def test_a_signal_within_an_op_of_torch_ends_the_command(monkeypatch: pytest.Mon
     for name in ("_told_to_end", "_was_interrupted"):
         monkeypatch.setattr(module, name, threading.Event())
     try:
-        monkeypatch.setattr(module, "app", fail)
+        monkeypatch.setattr(module, "_root", lambda: fail)
         with pytest.raises(RuntimeError, match="a defect"):
             cli.main([])
-        monkeypatch.setattr(module, "app", end)
+        monkeypatch.setattr(module, "_root", lambda: end)
         with pytest.raises(SystemExit) as ended:
             cli.main([])
         assert ended.value.code == code

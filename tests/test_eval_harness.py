@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import forked
+from cli_process import cache_at
 from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Budget, Engine, QBEError
 from qbe.eval.likelihood import Continuation, likelihoods
@@ -118,7 +119,7 @@ def test_a_task_of_the_harness_in_a_process(tiny_folder: Path, tmp_path: Path) -
          f"model={tiny_folder},policy=uniform,bits=4", "--device", "cpu", "--tasks", "which",
          "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")],
         capture_output=True, text=True, timeout=400, cwd=tmp_path,
-        env={**os.environ, "QBE_CACHE": str(tmp_path / "cache")},
+        env={**os.environ, **cache_at(tmp_path / "cache")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     (found,) = (tmp_path / "out").rglob("results_*.json")

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import forked
-from cli_process import refused
+from cli_process import cache_at, refused
 from conftest import byte_tokenizer
 from qbe import Budget, QBEError
 from qbe.cli.eval import _settings
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*args: str, home: Path) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
+    environment = dict(os.environ, NO_COLOR="1", **cache_at(home), QBE_RECORDS=str(home / "records.sqlite"))
     environment.pop("QBE_DATA", None)
     return forked.run(
         [sys.executable, "-m", "qbe", "eval", "needle", *args], capture_output=True, text=True, env=environment,

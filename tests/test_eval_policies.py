@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 import forked
-from cli_process import refused
+from cli_process import cache_at, refused
 from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Engine, QBEError
 from qbe.datasets.items import Item, read
@@ -222,7 +222,7 @@ def command(*args: str, home: Path) -> list[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    env = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
+    env = dict(os.environ, NO_COLOR="1", **cache_at(home), QBE_RECORDS=str(home / "records.sqlite"))
     env.pop("QBE_DATA", None)
     return env
 

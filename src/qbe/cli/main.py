@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if sys.stdout is None:
             raise QBEError("standard output is closed; redirect it to a file, or to /dev/null to discard it")
-        code = app(argv, standalone_mode=False)
+        code = _root()(argv, standalone_mode=False)
         sys.stdout.flush()
     except QBEError as error:
         _fail(str(error))
@@ -124,6 +125,12 @@ def main(argv: list[str] | None = None) -> None:
         _fail(usage(error))
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+@functools.cache
+def _root() -> Any:
+    """The commands with their options: Typer takes a tenth of a second to read them from the functions."""
+    return typer.main.get_command(app)
 
 
 _told_to_end = threading.Event()
@@ -161,5 +168,5 @@ def _warn(message: Warning | str, *_rest: Any) -> None:
 
 
 def _fail(message: str) -> None:
-    say(with_options(message, typer.main.get_group(app)), "red")
+    say(with_options(message, _root()), "red")
     sys.exit(2)
