@@ -29,7 +29,7 @@ from qbe.errors import QBEError
 from qbe.store.allocation_check import Measurements, checked, interval
 from qbe.store.estimating import estimate_model
 from qbe.store.measure import with_measured
-from qbe.store.mixtures import divergences
+from qbe.store.mixtures import Mixtures
 from qbe.store.prepare import prepare
 from qbe.store.sensitivity import Measured, Sensitivity
 
@@ -77,7 +77,7 @@ def main() -> None:
     averages = [(float(b) * sizes + fixed) / table.reads.weights for b in args.bits.split(",")]
     assignments = {(b, n): allocate(t, b, {}) for b in averages for n, t in tables.items()}
     text = passages(tokenizer, args.text, args.passages, args.tokens)
-    known = Measurements(table, lambda some: divergences(model, table, text, some, device))
+    known = Measurements(table, Mixtures(model, table, text, device).divergences)
     known.add([*map(known.everywhere, known.gears), *assignments.values()])
     rows = []
     for (bits, name), assignment in assignments.items():

@@ -156,11 +156,13 @@ def test_layer_by_layer_is_what_whole_passes_are(family: str, device: torch.devi
     some = [tuple(int(g) for g in draw.choice((4, 6, 8, 16), len(table.nested))) for _ in range(3)]
     some += [(16,) * len(table.nested), some[0]]
     tokens = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(0))
-    layers = mixtures.divergences(model, table, tokens, some, device)
+    mixtures_ = mixtures.Mixtures(model, table, tokens, device)
+    layers = mixtures_.divergences(some)
     whole = mixtures.as_a_whole(model, table, tokens, some)
     assert layers == pytest.approx(whole, rel=0.02, abs=1e-7)
     assert (layers[3] < 1e-7).all()
     assert (layers[4] == layers[0]).all()
+    assert (mixtures_.divergences(some[1:3]) == layers[1:3]).all()
 
 
 def test_passages_are_others_than_those_of_sensitivities() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,9 @@ def test_it_agrees_with_the_offline_measure(engine: Engine, budget: Budget) -> N
     assert found.kl == pytest.approx(offline.kl / 90, rel=0.01, abs=1e-7)
     assert found.top1 == pytest.approx(offline.agreed / 90)
     assert found.reference_bits == 16
+    assert len(found.windows) == 90 // 32
+    assert min(margin for _, _, margin in found.windows) > 0
+    assert all(0 < entropy < math.log(engine.core.vocabulary) for _, entropy, _ in found.windows)
     if budget.bits == 16:
         assert found.kl < 1e-6
         assert found.flip_margin is None

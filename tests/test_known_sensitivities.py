@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qbe.models import load_model
 from qbe.store import checkpoint, known, kv_table, nesting, prepare, quantise, sensitivity_table
+from qbe.store.allocation_check import EVEN
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 
 CPU = torch.device("cpu")
@@ -145,6 +146,8 @@ def test_the_default_models_tables_come_with_the_package(default_gguf: Path, tmp
     measured = sensitivity_table.read(tmp_path)
     assert measured is not None
     assert set(measured.weights) == set(manifest.sites)
+    assert measured.check is not None, "qbe quantize would check it every time"
+    assert max(row.ratio for row in measured.check.averages) <= EVEN
     assert set(measured.native) == set(measured.activations) == set(manifest.sites) - {"lm_head"}
     model = load_model(default_gguf, progress=False).model
     checkpoint.attach(model, folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -105,6 +107,30 @@ def test_thresholds_are_learned_per_model_and_kept(tmp_path: Path, store: Record
     path.write_text("[1")
     with pytest.raises(qbe.QBEError, match="learn-refresh"):
         thresholds.load("a", path)
+
+
+def test_scored_windows_say_when_an_answer_is_hard(store: RecordStore) -> None:
+    """Of answers that nobody watched: divergence grows with entropy and falls with the margin, at bits that differ."""
+    draw = random.Random(0)
+    for _ in range(40):
+        bits, said = draw.choice([4.5, 6.0]), []
+        for _ in range(2):
+            entropy = draw.uniform(0.5, 3.5)
+            margin = 4 - entropy + draw.gauss(0, 0.1)
+            kl = 0.01 * math.exp(entropy - 2 - 1.2 * (bits - 5) + draw.gauss(0, 0.2))
+            said.append([kl, entropy, margin])
+        told = {"kl": 0.0, "windows": said}
+        store.append(record(model="a", entropies=None, margins=None, average_weight_bits=bits, quality=told))
+        unlike = {"kl": 0.0, "windows": [[draw.uniform(0.01, 0.02), e, m] for _, e, m in said]}
+        store.append(record(model="b", entropies=None, margins=None, average_weight_bits=bits, quality=unlike))
+    learned = thresholds.learn(store)
+    a = learned["a"]
+    assert (a.windows, a.scored) == (80, 80)
+    assert a.hard_entropy - a.easy_entropy == pytest.approx(2 * math.log(thresholds.FACTOR), rel=0.15)
+    assert a.hard_margin - a.easy_margin == pytest.approx(-2 * math.log(thresholds.FACTOR), rel=0.15)
+    assert (a.hard_entropy + a.easy_entropy) / 2 == pytest.approx(2.0, abs=0.2)
+    assert (a.kind(3.4, 0.6), a.kind(0.6, 3.4), a.kind(2.0, 2.0)) == ("hard", "easy", "usual")
+    assert (learned["b"].windows, learned["b"].scored) == (80, 0)  # divergence has nothing to do with it: the quarters
 
 
 def test_fixed_bits_cannot_be_refreshed() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cli_process import qbe
 from qbe import Budget, Request, SamplingParams
 from qbe.engine.engine import Engine
 from qbe.engine.sampling.answer_scoring import AnswerScoring, widest
@@ -118,6 +119,22 @@ def test_live_divergence_is_what_teacher_forcing_says_offline(server: Running, f
     assert server.metric("qbe:scored_tokens_total{") >= 3 * 24
     assert 0 < server.metric("qbe:scored_tokens_agreed_total{") <= server.metric("qbe:scored_tokens_total{")
     assert server.metric("qbe:scoring_seconds_total{") > 0
+
+
+def test_refresh_is_learned_from_scored_answers_that_nobody_watched(server: Running, folder: Path) -> None:
+    before = scores(server)
+    for i in range(16):  # more would not wait to be scored
+        ask(server, prompt=f"window {i}", max_tokens=64, qbe={"bits": 4})
+    until(lambda: scores(server) == before + 16, "all are scored")
+    store = RecordStore(folder / "records.sqlite")
+    records = until(lambda: (r := store.list(16)) and all(x.quality for x in r) and r, "they are in the records")
+    assert [len(r.quality["windows"]) for r in records if r.quality] == [2] * 16
+    assert not any(r.entropies for r in records)
+    done = qbe("records", "--learn-refresh", "--json", home=folder)
+    assert done.returncode == 0, done.stderr.decode()
+    (learned,) = json.loads(done.stdout).values()
+    assert learned["windows"] >= 32
+    assert learned["hard_entropy"] > learned["easy_entropy"]
 
 
 def test_who_asks_one_thing_after_the_other_waits_for_no_scoring(

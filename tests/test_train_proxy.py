@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from cli_process import qbe
 from qbe import QBEError, policies
 from qbe.analysis.classifier import default_classifier
 from qbe.analysis.features import FEATURES, LOGARITHMIC
@@ -18,11 +20,12 @@ from qbe.analysis.profile import CLASSES, QueryProfile
 from qbe.analysis.thresholds import MARKS
 from qbe.budget import Budget
 from qbe.cli.main import main
-from qbe.learning import proxy
+from qbe.learning import proxy, scored
 from qbe.policies import learned
 from qbe.policies.proxy import ProxyPolicy, nearest
 from qbe.records import Record
-from qbe.sites import FULL_BITS
+from qbe.sites import FULL_BITS, SiteTable
+from qbe.store.prepare import prepare
 from test_policies import smollm2_like
 
 TABLE = smollm2_like(4)
@@ -48,13 +51,13 @@ def requests(n: int, seed: int) -> Iterator[tuple[QueryProfile, Budget]]:
         yield QueryProfile(float(c.score(z, p)), CLASSES[int(p.argmax())], 2, features, 500), budget
 
 
-def records(n: int, seed: int, policy: str = "tiered") -> list[Record]:
+def records(n: int, seed: int, policy: str = "tiered", table: SiteTable = TABLE) -> list[Record]:
     chooser = policies.load("tiered")
     found = []
     for profile, budget in requests(n, seed):
-        chosen = chooser.blueprint(profile, budget, TABLE)
+        chosen = chooser.blueprint(profile, budget, table)
         found.append(Record(
-            model=TABLE.model_name, policy=policy, tier=budget.tier, prompt_tokens=400, completion_tokens=100,
+            model=table.model_name, policy=policy, tier=budget.tier, prompt_tokens=400, completion_tokens=100,
             finish_reason="stop", score=profile.score, prompt_class=profile.prompt_class, analysis_tier=profile.tier,
             features=profile.features, weight_bits=chosen.weight_bits, activation_bits=chosen.activation_bits,
         ))  # fmt: skip
@@ -123,6 +126,74 @@ def test_a_proxy_of_another_version_of_the_policy_is_refused(
     learned.write("proxy", table, replace(trained, about={**trained.about, "policy_version": "0"}))
     with pytest.raises(QBEError, match="another version of the policy 'tiered': run 'qbe train proxy --model like'"):
         ProxyPolicy().prepare(table)
+
+
+def answered(past: list[Record], seed: int, spread: float, table: SiteTable = TABLE) -> list[Record]:
+    """The records with scores: what their sensitivities say, times what a feature says of the query, and noise."""
+    draw, mean = np.random.default_rng(seed), default_classifier().mean
+    place = FEATURES.index(names[0]) if (names := list(LOGARITHMIC)) else 0
+    found = []
+    for r in past:
+        damage = scored.damages([r.weight_bits], table)[0]
+        feature = np.log1p(r.features[names[0]]) - mean[place] if r.analysis_tier == 2 else 0.0
+        kl = damage * np.exp(spread * feature + draw.normal(0, 0.3))
+        found.append(replace(r, quality={"kl": float(kl), "tokens": 128, "reference_bits": 16.0}))
+    return found
+
+
+def test_queries_that_diverge_more_than_their_bits_say_get_more(past: list[Record]) -> None:
+    pytest.importorskip("sklearn")
+    plain = proxy.train(past, "tiered", TABLE)
+    assert not any(tier["quality"]["used"] for tier in plain.about["tiers"])
+    found = proxy.train(answered(past, 0, 3.0), "tiered", TABLE)
+    quality = next(t["quality"] for t in found.about["tiers"] if t["analysis_tier"] == 2)
+    assert quality["scored"] > 400
+    assert quality["used"]
+    assert quality["ratio_interval"][1] < 1
+    assert found.about["handled"] > 0.5
+    noise = proxy.train(answered(past, 0, 0.0), "tiered", TABLE)
+    assert all(t["quality"]["moved"] < 0.5 for t in noise.about["tiers"] if t["quality"]["used"])
+
+
+def test_the_command_learns_from_exported_scores(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
+    table = prepare(str(tiny_folder), device=torch.device("cpu"), progress=False).table
+    past = answered(records(700, 0, table=table), 0, 3.0, table)
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r.describe()) + "\n" for r in past))
+    done = qbe("train", "proxy", "--model", str(tiny_folder), "--records", str(tmp_path / "r.jsonl"), home=tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "scored answers: bits by how hard queries proved diverge" in " ".join(done.stdout.decode().split())
+
+
+def test_bits_are_evened_out_at_the_same_average() -> None:
+    pytest.importorskip("sklearn")
+    draw = np.random.default_rng(0)
+    n, averages = 800, np.array([4.5, 5.0, 5.5, 6.0, 6.5])
+    choices = averages, np.exp(-1.5 * averages)
+    z, places = draw.standard_normal((n, 5)), draw.choice(4, n)
+    bits, harder = averages[places], 1.2 * z[:, 2]
+    ranges = np.array([(4.5, 6.0), (4.8, 6.6)])[np.arange(n) % 2]
+    kl = choices[1][places] * np.exp(harder + draw.normal(0, 0.3, n))
+    kl[draw.random(n) < 0.7] = np.nan  # a sample was scored
+    held = np.arange(n) >= 600
+    wanted, report = scored.corrected(z, kl, ranges, places, choices, held)
+    assert report["used"]
+    assert report["ratio_interval"][1] < 1
+    for i, allowed in ((0, averages[:4]), (1, averages[1:])):
+        assert (wanted[i::2].min(), wanted[i::2].max()) == (allowed[0], allowed[-1])
+        assert wanted[i::2].mean() == pytest.approx(bits[i::2].mean(), abs=0.05)
+        assert np.corrcoef(wanted[i::2], harder[i::2])[0, 1] > 0.8
+    assert np.var(-1.5 * wanted + harder) < 0.5 * np.var(-1.5 * bits + harder)
+    few = np.where(np.arange(n) < 60, kl, np.nan)
+    assert (scored.corrected(z, few, ranges, places, choices, held)[0] == bits).all()
+    turned = np.where(held, choices[1][places] * np.exp(-harder), kl)  # the newest say the opposite
+    unchanged, report = scored.corrected(z, turned, ranges, places, choices, held)
+    assert (unchanged == bits).all()
+    assert not report["used"]
+    assert report["ratio"] > 1
 
 
 def test_which_records_count(past: list[Record]) -> None:

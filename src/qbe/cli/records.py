@@ -57,15 +57,17 @@ def _learn(store: RecordStore, as_json: bool) -> None:
     if not learned:
         raise QBEError(
             f"no model has records of {thresholds.LEAST * thresholds.WINDOW} tokens whose entropy was measured: "
-            "let some answers be written with --refresh first"
+            "let some answers be written with --refresh first, or a server score them (health.sample)"
         )
     path = thresholds.save(learned)
     if as_json:
         print_json({model: asdict(values) for model, values in learned.items()})
         return
     for model, t in learned.items():
+        by = f"by the divergence of {t.scored} scored ones" if t.scored else "the outer quarters of them"
         out.print(
             f"{model}: hard above {t.hard_entropy:.3f} nats and below a margin of {t.hard_margin:.2f}, easy below "
-            f"{t.easy_entropy:.3f} and above {t.easy_margin:.2f} ({t.windows} windows)", highlight=False, markup=False
+            f"{t.easy_entropy:.3f} and above {t.easy_margin:.2f} ({t.windows} windows, {by})",
+            highlight=False, markup=False,
         )  # fmt: skip
     err.print(f"wrote {path}", markup=False, highlight=False)

@@ -125,7 +125,10 @@ def proxy(
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Train the proxy scorer on past requests: their features, and the blueprints that a policy chose for them."""
+    """Train the proxy scorer on past requests: their features, and the blueprints that a policy chose for them.
+
+    Where a server scored some of the answers, queries that diverged more than their bits explain get more.
+    """
     from qbe.learning import fitting
     from qbe.learning.proxy import read_records, train
     from qbe.policies import learned
@@ -145,9 +148,21 @@ def proxy(
     out.print(
         f"{about['records']} records of '{policy}', {about['distinct']} blueprints in {about['clusters']} clusters; "
         f"{about['parameters']} numbers. Of the newest quarter it answers {about['handled']:.1%}, of these "
-        f"{about['agreed']:.1%} within 0.1 bits of the policy\nwrote {path}",
+        f"{about['agreed']:.1%} within 0.1 bits of the policy\n{_scored(about['tiers'])}wrote {path}",
         highlight=False,
     )  # fmt: skip
+
+
+def _scored(tiers: Sequence[dict[str, Any]]) -> str:
+    """What scored answers brought, a line for each analysis tier that had enough."""
+    lines = [
+        f"{of['scored']} scored answers: bits by how hard queries proved diverge {of['ratio']:.2f} times as much "
+        f"({of['ratio_interval'][0]:.2f} to {of['ratio_interval'][1]:.2f}) at the same average: "
+        f"{'learned' if of['used'] else 'left out'}\n"
+        for of in (tier["quality"] for tier in tiers)
+        if of.get("ratio_interval") and of["ratio_interval"][0] < of["ratio_interval"][1]
+    ]  # fmt: skip
+    return "".join(lines)
 
 
 Steps = Annotated[int, typer.Option(help="of training, each of eight texts")]

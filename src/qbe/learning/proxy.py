@@ -1,10 +1,11 @@
-"""Trains the proxy scorer on records: what a policy chose for past requests, by their features."""
+"""Trains the proxy scorer on records: what a policy chose for past requests, by their features, and what the scores of
+their answers say of it (`qbe.learning.scored`)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from qbe.budget import Budget
 from qbe.datasets.intervals import interval
 from qbe.errors import QBEError
 from qbe.files import reason
+from qbe.learning import scored
 from qbe.learning.fitting import network
 from qbe.policies import Policy
 from qbe.policies.learned import Learned
@@ -29,6 +31,7 @@ HELD_OUT = 0.25  # the newest requests: what the proxy is judged by
 CHECKED = 0.15  # of the others: what says how far the networks may be apart
 RIGHT = 0.99  # share of the answers that shall agree
 SAME = 0.01  # bits of the average: the solver may find another of several assignments that are as good
+SCORES = 8  # steps from 0 to 1, at which a policy is asked what else it has for a budget
 FEWEST = 50  # records of an analysis tier, below which the policy stays in charge of it
 
 Widths = npt.NDArray[np.int64]
@@ -37,11 +40,13 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pair:
-    """A past request and what it was given: `gears` is the place of its weights' bits among the distinct ones."""
+    """A past request and what it was given: `gears` is the place of its weights' bits among the distinct ones,
+    `kl` the divergence of its answer, NaN where that was not scored."""
 
     profile: QueryProfile
     budget: Budget
     gears: int
+    kl: float = float("nan")
 
 
 def read_records(path: Path) -> list[Record]:
@@ -95,7 +100,9 @@ def pairs_of(
         elif abs(average(record.weight_bits) - average(_bits(policy, profile, budget, table))) > SAME:
             left["outdated"] += 1
         else:
-            pairs.append(Pair(profile, budget, places.setdefault(tuple(record.weight_bits), len(places))))
+            kl = None if record.refreshes or record.quality is None else record.quality.get("kl")
+            place = places.setdefault(tuple(record.weight_bits), len(places))
+            pairs.append(Pair(profile, budget, place, float("nan") if kl is None else float(kl)))
     return pairs, list(places), left
 
 
@@ -124,14 +131,17 @@ def train(
     if version is None:
         raise QBEError(f"the policy '{policy_name}' reads more than a record holds: no proxy can be learned of it")
     pairs, distinct, left = pairs_of(records, policy, table, tick)
+    if any(p.kl == p.kl for p in pairs):  # some were scored: what the policy has for their budgets is to choose from
+        distinct = list(dict.fromkeys([*distinct, *_choices(policy, pairs, table)]))
     averages = np.array([table.reads.average_bits(bits) for bits in distinct])
+    damage = scored.damages(distinct, table)
     centres = clusters(averages, np.bincount([p.gears for p in pairs], minlength=len(distinct)))
     tensors: dict[str, npt.NDArray[Any]] = {}
     tiers: list[dict[str, Any]] = []
     for tier in NAMES:
         of = [p for p in pairs if min(p.profile.tier, 2) == tier]
         if len(of) >= FEWEST:
-            tensors_of_tier, report = _fit(tier, of, averages, averages[centres])
+            tensors_of_tier, report = _fit(tier, of, averages, averages[centres], damage)
             tensors |= {f"{tier}.{k}": v for k, v in tensors_of_tier.items()}
             tiers.append({"analysis_tier": tier, **report})
     if not tiers:
@@ -156,23 +166,33 @@ def train(
     return Learned(tensors, about)
 
 
+def _choices(policy: Policy, pairs: Sequence[Pair], table: SiteTable) -> list[tuple[int, ...]]:
+    """What a policy gives requests of these budgets, whatever their score."""
+    profile = pairs[0].profile
+    scores = [i / SCORES for i in range(SCORES + 1)]
+    budgets = {p.budget.range: p.budget for p in pairs}.values()
+    return [_bits(policy, replace(profile, score=score), budget, table) for budget in budgets for score in scores]
+
+
 def _bits(policy: Policy, profile: QueryProfile, budget: Budget, table: SiteTable) -> tuple[int, ...]:
     return policy.blueprint(profile, budget, table).weight_bits
 
 
 def _fit(
-    tier: int, pairs: Sequence[Pair], averages: Numbers, centres: Numbers
+    tier: int, pairs: Sequence[Pair], averages: Numbers, centres: Numbers, damage: Numbers
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """The tensors of a `Net`, and what it reaches on the newest requests.
 
     Args:
         averages: of the distinct assignments. centres: of those that stand for others, ascending.
+        damage: summed sensitivities of the distinct assignments.
     """
     rows = [[*(p.profile.features[n] for n in NAMES[tier]), p.budget.bits_for(0.0), p.budget.bits_for(1.0)]
             for p in pairs]  # fmt: skip
     x = np.array(rows, np.float64)
     x[:, : COUNTS[tier]] = np.log1p(x[:, : COUNTS[tier]])
-    target = averages[[p.gears for p in pairs]]
+    places = np.array([p.gears for p in pairs], np.int64)
+    target = averages[places]
     old = round(len(pairs) * (1 - HELD_OUT))
     check = np.zeros(len(pairs), bool)
     check[np.random.default_rng(0).permutation(old)[: round(old * CHECKED)]] = True
@@ -181,6 +201,9 @@ def _fit(
     z = (x - mean) / scale
     near = np.abs(z).max(-1) <= FAR
     z = np.clip(z, -FAR, FAR).astype(np.float32)
+    held = np.arange(len(pairs)) >= old
+    kl = np.array([p.kl for p in pairs])
+    target, quality = scored.corrected(z.astype(np.float64), kl, x[:, -2:], places, (averages, damage), held)
     middle, width = target[fitted].mean(), max(float(target[fitted].std()), 1e-6)
     models = [network(z[fitted], (target[fitted] - middle) / width, HIDDEN, seed) for seed in range(NETWORKS)]
     w2 = np.zeros((HIDDEN * NETWORKS, NETWORKS))
@@ -195,10 +218,9 @@ def _fit(
     said = Net(tier, tensors).averages(z)
     spread = np.ptp(said, -1)
     answers = centres[[nearest(centres.tolist(), m) for m in said.mean(-1).tolist()]]
-    agreed = np.abs(answers - target) <= AGREEMENT + 1e-9
+    agreed = np.abs(answers - target) <= (_gaps(centres, target) if quality["used"] else AGREEMENT) + 1e-9
     most = harmless(spread[check & near], agreed[check & near])
     tensors["most"] = np.array([most], np.float32)
-    held = np.arange(len(pairs)) >= old
     handled = held & near & (spread <= most)
     share, right = handled[held].astype(np.float64), agreed[handled].astype(np.float64)
     return tensors, {
@@ -206,7 +228,14 @@ def _fit(
         "handled_interval": interval(share, np.ones(len(share))),
         "agreed": float(right.mean()) if len(right) else 0.0, "agreed_interval": interval(right, np.ones(len(right))),
         "largest_change": float(np.abs(answers - target)[handled].max()) if len(right) else 0.0, "largest_spread": most,
+        "quality": quality,
     }  # fmt: skip
+
+
+def _gaps(centres: Numbers, target: Numbers) -> Numbers:
+    """How far the averages are apart that a target lies between: either is as good as the other."""
+    above = np.clip(np.searchsorted(centres, target), 1, max(1, len(centres) - 1))
+    return np.maximum(np.append(centres, np.inf)[above] - centres[above - 1], AGREEMENT)
 
 
 def harmless(spread: Numbers, agreed: npt.NDArray[np.bool_]) -> float:

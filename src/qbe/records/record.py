@@ -149,7 +149,8 @@ class Record(Query, Choice, Work, Difficulty, Times):
         error: what went wrong, one line; None when nothing did.
         quality: how far the answer was from the widest gear's (`qbe.engine.sampling.answer_scoring.AnswerScore`): `kl`
             (nats a token), `top1`, `flip_margin` (nats), of so many `tokens` from the `first` on, against
-            `reference_bits`; None where it was not scored, and in older files. It is written after the rest.
+            `reference_bits`; `windows` of 32 tokens, each with its `kl`, mean entropy and mean margin; None where it
+            was not scored, and in older files. It is written after the rest.
         arm: of a server's rollout, `stable` or `candidate`; None without one, and in older files.
     """
 

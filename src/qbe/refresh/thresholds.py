@@ -1,9 +1,13 @@
 """When an answer is hard or easy to predict, for each model: from the built-in text, or learned from records.
 
-A window is some tokens of an answer, 32 by default. It is hard when its mean entropy is in the upper quarter of all
-windows seen and its mean margin in the lower quarter, easy the other way round: both must say so. The windows that
-every store knows are those of the built-in text (`qbe.sites.TextDifficulty`); those of a model's own answers, which
-`qbe records --learn-refresh` learns from, go first.
+A window is some tokens of an answer, 32 by default. It is hard when its mean entropy is high and its mean margin low,
+easy the other way round: both must say so. High is the upper quarter of all windows seen. The windows that every store
+knows are those of the built-in text (`qbe.sites.TextDifficulty`); those of a model's own answers, which `qbe records
+--learn-refresh` learns from, go first.
+
+A server that scores its answers (`qbe.server.health`) knows what low precision did to their windows. Where that grows
+with entropy, and falls with the margin, high is what comes with `FACTOR` times the usual divergence at the same bits,
+and low with as little: log divergence is regressed on one of them and on the bits of the weights.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qbe.errors import QBEError
 from qbe.files import write_text
@@ -24,6 +29,10 @@ from qbe.sites import TextDifficulty
 WINDOW = 32  # tokens, by default; learned thresholds are of such windows
 RUN = 3  # windows in a row that are cause for another blueprint, by default
 LEAST = 32  # windows that thresholds are learned from
+FACTOR = 1.5  # times the usual divergence
+SURE = 1.7  # standard errors: Student's t at 95 %, one-sided, with the degrees of freedom of `LEAST` windows
+NO_KL = 1e-7  # nats a token, below which rounding is all that is seen
+Numbers = npt.NDArray[np.float64]
 HARD, EASY, USUAL = "hard", "easy", "usual"
 
 
@@ -35,6 +44,7 @@ class Thresholds:
         hard_entropy, easy_entropy: mean entropy of a window's tokens, nats, above and below which it may be one.
         hard_margin, easy_margin: mean difference of the two highest logits, below and above which it may.
         windows: how many these were learned from.
+        scored: of which a divergence decided; 0: shares of the windows did.
     """
 
     hard_entropy: float
@@ -42,6 +52,7 @@ class Thresholds:
     hard_margin: float
     easy_margin: float
     windows: int
+    scored: int = 0
 
     def kind(self, entropy: float, margin: float) -> str:
         """What a window with these means is: `hard`, `easy` or `usual`."""
@@ -74,12 +85,61 @@ def of_text(text: TextDifficulty | None, window: int = WINDOW) -> Thresholds | N
 
 
 def learn(records: Iterable[Record]) -> dict[str, Thresholds]:
-    """The thresholds of every model whose records have enough windows; model -> thresholds."""
+    """The thresholds of every model whose records have enough windows; model -> thresholds.
+
+    Windows are those of answers that were watched (`entropies`), and those that were scored (`quality`).
+    """
     seen: dict[str, list[tuple[float, float]]] = {}
+    scored: dict[str, list[tuple[float, float, float, float]]] = {}
     for r in records:
+        own = (r.quality or {}).get("windows") or []
+        if r.average_weight_bits is not None and not r.refreshes:
+            scored.setdefault(r.model, []).extend(
+                (kl, entropy, margin, r.average_weight_bits) for kl, entropy, margin in own if kl > NO_KL
+            )
         if r.entropies and r.margins:
             seen.setdefault(r.model, []).extend(windows(r.entropies, r.margins))
-    return {model: _of(measured) for model, measured in seen.items() if len(measured) >= LEAST}
+        else:
+            seen.setdefault(r.model, []).extend((entropy, margin) for _, entropy, margin in own)
+    found = {model: _of(measured) for model, measured in seen.items() if len(measured) >= LEAST}
+    return {model: _by_divergence(scored.get(model, []), usual) or usual for model, usual in found.items()}
+
+
+def _by_divergence(scored: list[tuple[float, float, float, float]], usual: Thresholds) -> Thresholds | None:
+    """Thresholds at which windows diverge `FACTOR` times as much as usual, and as little; None where too few were
+    scored, or neither number says anything of it.
+
+    Args:
+        scored: windows' divergence, entropy, margin and bits.
+    """
+    if len(scored) < LEAST:
+        return None
+    kl, entropy, margin, bits = np.array(scored).T
+    hard_entropy, easy_entropy = _around(entropy, bits, np.log(kl), 1) or (None, None)
+    hard_margin, easy_margin = _around(margin, bits, np.log(kl), -1) or (None, None)
+    if hard_entropy is None or easy_entropy is None or hard_margin is None or easy_margin is None:
+        return None
+    return Thresholds(hard_entropy, easy_entropy, hard_margin, easy_margin, usual.windows, len(scored))
+
+
+def _around(x: Numbers, bits: Numbers, log_kl: Numbers, sign: int) -> tuple[float, float] | None:
+    """Where the regression of the divergence on `x` is `FACTOR` times its mean, and where as little.
+
+    None where its slope may as well have the other sign (`SURE`).
+    """
+    around = [x - x.mean(), np.ones(len(x)), *([bits - bits.mean()] if np.ptp(bits) > 0 else [])]
+    design = np.stack(around, 1)
+    found, _, rank, _ = np.linalg.lstsq(design, log_kl, rcond=None)
+    free = len(x) - design.shape[1]
+    if rank < design.shape[1]:
+        return None
+    noise = float(((log_kl - design @ found) ** 2).sum()) / free
+    deviation = float(np.sqrt(noise * np.linalg.inv(design.T @ design)[0, 0]))
+    slope = float(found[0])
+    if slope * sign <= SURE * deviation:
+        return None
+    step = float(np.log(FACTOR)) / slope
+    return float(x.mean()) + step, float(x.mean()) - step
 
 
 def _of(windows: list[tuple[float, float]]) -> Thresholds:

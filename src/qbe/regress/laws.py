@@ -6,7 +6,7 @@ in the batch can move a rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +56,19 @@ class Laws:
         """How often `tick` is called."""
         return 7 if speculates else 6
 
-    def run(self, tick: Callable[[], None]) -> list[Law]:
-        """All of them."""
-        found = []
-        for law in (self._min_p, self._top_k, self._top_p, self._stop, self._defaults, self._likeliest):
-            found.append(law())
-            tick()
+    def run(self, tick: Callable[[], None], names: Collection[str] | None = None) -> list[Law]:
+        """All of them, or those of these names."""
+        laws = {
+            "min_p": self._min_p, "top_k": self._top_k, "top_p": self._top_p, "stop": self._stop,
+            "defaults": self._defaults, "likeliest": self._likeliest,
+        }  # fmt: skip
         if speculates(self._client.request):
-            found.append(self._speculation())
-            tick()
+            laws["speculation"] = self._speculation
+        found = []
+        for name, law in laws.items():
+            if names is None or name in names:
+                found.append(law())
+                tick()
         return found
 
     def _body(self, prompt: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from qbe.errors import QBEError
@@ -43,14 +43,18 @@ class Observed:
     started_s: float | None = None
 
 
-def steps(suite: Suite, tasks: Sequence[Task], speculates: bool) -> int:
-    """How often `observe` calls `tick`."""
-    laws = Laws.steps(speculates) if suite.probes.prompts else 0
+def steps(suite: Suite, tasks: Sequence[Task], laws: int) -> int:
+    """How often `observe` calls `tick`, where it tries so many laws."""
     return len(tasks) + len(passages(suite.probes.passages)) + bool(suite.probes.long_characters) + laws
 
 
-def observe(target: Target, suite: Suite, tasks: Sequence[Task], seed: int, tick: Callable[[], None]) -> Observed:
+def observe(
+    target: Target, suite: Suite, tasks: Sequence[Task], seed: int, tick: Callable[[], None], laws: bool = True
+) -> Observed:
     """Serves it where it is to be served, and asks.
+
+    Args:
+        laws: whether the laws of its sampler are tried.
 
     Raises:
         QBEError: it does not start, or does not answer at all.
@@ -60,11 +64,18 @@ def observe(target: Target, suite: Suite, tasks: Sequence[Task], seed: int, tick
         seen = Observed(target.where, digest_of(target, client), client.model, started_s=served.started_s)
         seen.chats = client.chats()
         _score(client, suite, seen, tick)
-        if suite.probes.prompts:
+        if laws and suite.probes.prompts:
             seen.laws = Laws(client, seen.chats, suite.probes.prompts).run(tick)
         _answer(client, suite, tasks, seed, seen, tick)
         seen.memory = served.memory()
     return seen
+
+
+def kept(target: Target, suite: Suite, names: Collection[str]) -> list[Law]:
+    """Whether it keeps some laws of its sampler. Raises as `observe`."""
+    with serve(target) as served:
+        client = served.client
+        return Laws(client, client.chats(), suite.probes.prompts).run(lambda: None, names)
 
 
 def _score(client: Client, suite: Suite, seen: Observed, tick: Callable[[], None]) -> None:

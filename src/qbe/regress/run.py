@@ -12,8 +12,8 @@ from qbe.errors import QBEError
 from qbe.regress import identity, sources, weights
 from qbe.regress.gate import Gate
 from qbe.regress.gates import Seen, judge
-from qbe.regress.laws import speculates
-from qbe.regress.observe import observe, steps
+from qbe.regress.laws import Laws, speculates
+from qbe.regress.observe import kept, observe, steps
 from qbe.regress.suite import Suite
 from qbe.regress.target import Target
 from qbe.regress.task import Task
@@ -68,7 +68,8 @@ class Regression:
     @property
     def steps(self) -> int:
         """How often `run` calls `tick`."""
-        asked = sum(steps(self.suite, self.tasks, speculates(t.request)) for t in (self.baseline, self.candidate))
+        laws = Laws.steps(speculates(self.candidate.request)) if self.suite.probes.prompts else 0
+        asked = sum(steps(self.suite, self.tasks, each) for each in (0, laws))
         return asked + (weights.steps if self._weighs else 0)
 
     @property
@@ -82,8 +83,10 @@ class Regression:
         here = before_path is not None and now_path is not None
         differences = identity.differences(before_path, now_path) if here else None  # type: ignore[arg-type]
         seeds = self.suite.sampling.seeds
-        before = observe(self.baseline, self.suite, self.tasks, seeds[0], tick)
+        before = observe(self.baseline, self.suite, self.tasks, seeds[0], tick, laws=False)
         now = observe(self.candidate, self.suite, self.tasks, seeds[1], tick)
+        if broken := [law.name for law in now.laws if law.kept is False]:  # by the baseline, too? It is served again
+            before.laws = kept(self.baseline, self.suite, broken)
         found = weights.check(now_path, self._store(), before_path, tick) if now_path and self._weighs else None
         slow = "" if now_path is None else weights.on_this_machine(self.candidate.device)
         seen = Seen(self.suite, self.tasks, before, now, differences, found, self.changed, slow)

@@ -2,11 +2,14 @@
 
 Measured are, on passages that sensitivities were not made on, each gear everywhere and the assignments by sensitivities
 as they are, at several averages. Corrections (`qbe.store.correction`) are fitted to these, and the assignments by
-corrected sensitivities are measured in turn; those of two averages no fit ever sees. Mostly that is all: what is
-predicted is what is measured, and no gear everywhere does better at its average. Where that does not hold, the fit is
-repeated with all that is known; where it is far off, each group of sites is lowered by itself, too; where the same gear
-everywhere does better, sensitivities of the gears in question are blended with uniform damage, in the end to nothing
-else. What is kept are the sensitivities whose assignments measured best, those as they were among them.
+corrected sensitivities are measured in turn; those of two averages no fit ever sees. Where the same gear everywhere
+does better, sensitivities of the gears in question are blended with uniform damage, in the end to nothing else; where
+it does much better, each group of sites is lowered by itself, too. What is kept are the sensitivities whose assignments
+measured best, those as they were among them.
+
+A measured assignment costs a pass over the passages, so the doubtful averages are measured first: a fit that does not
+mend them is not measured at the others, and one that only predicts differently is not measured where it does not
+predict what is known already.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.calibration_text import HELD_OUT, CalibrationText, built_in
 from qbe.store.checked import AllocationCheck, CheckedAverage
 from qbe.store.correction import LEAST, Assignment, Fit, fit, unchanged
-from qbe.store.mixtures import divergences
+from qbe.store.mixtures import Mixtures
 from qbe.store.sensitivity import Sensitivity, decoder_layers
 
 AGREE = 0.1  # relative difference of prediction and measurement that is accepted
 NEAR = 0.01  # of the mean logarithm of ratios, that a prediction may cost
-WRONG = 0.25  # that, or so much more than uniform bits, from which on groups are looked at
+WRONG = 0.1  # more than uniform bits, from which on groups are looked at
 EVEN = 1 + 1e-9  # times what uniform bits do
 BLENDS = (0.0, 0.3, 0.6, 1.0)  # of uniform damage, that are tried in turn
 ROUNDS = len(BLENDS) + 1
@@ -64,12 +67,8 @@ def checked(
     if len(tokens) < 2 or not any(s.sensitivity for s in table.nested):
         return found
     layers = len(decoder_layers(model, table)) + 1
-    with bar("checking assignments", (2 + ROUNDS) * layers, progress) as step:
-
-        def measure(assignments: Sequence[Assignment]) -> Numbers:
-            return divergences(model, table, tokens, assignments, device, step)
-
-        trial = search(table, measure)
+    with bar("checking assignments", (3 + ROUNDS) * layers, progress) as step:
+        trial = search(table, Mixtures(model, table, tokens, device, step).divergences)
     about = AllocationCheck(
         tokens.shape[0], tokens.shape[1], dict(zip(trial.fit.gears, trial.fit.blend, strict=True)), trial.averages,
     )  # fmt: skip
@@ -120,8 +119,9 @@ class Trial:
         return max(abs(row.predicted / max(row.measured, LEAST) - 1) for row in self.averages)
 
     @property
-    def holds(self) -> bool:
-        return self.worst <= EVEN and self.error <= AGREE
+    def doubtful(self) -> list[int]:
+        """Places of the averages at which uniform bits do better."""
+        return [i for i, row in enumerate(self.averages) if row.ratio > EVEN]
 
     @property
     def mean(self) -> float:
@@ -192,26 +192,50 @@ def search(table: SiteTable, measure: Callable[[Sequence[Assignment]], Numbers])
     first = trier.assignments(table)
     known.add([*map(known.everywhere, known.gears), *first])
     trier.start(known, first)
-    at = [0] * len(known.gears)  # place of each gear's blend
     tried = [trier.unchanged(known, first)]
-    if not tried[0].holds:
-        tried.append(trier.tried(known, (BLENDS[0],) * len(at), PRIORS[0]))
-    prior = PRIORS[0]
-    for _ in range(ROUNDS):
-        if tried[-1].holds or (len(tried) > 2 and max(tried[-1].worst, tried[-2].worst) <= EVEN):
-            break  # a second fit to more of the same seldom predicts better
-        for row in tried[-1].averages:
-            for i in _in_question(row.bits, known) if row.ratio > EVEN else ():
-                at[i] = min(len(BLENDS) - 1, BLENDS.index(tried[-1].fit.blend[i]) + 1)
-        if max(tried[-1].error, tried[-1].worst - 1) > WRONG:
-            known.add(probes(table, known.gears))
-            prior = PRIORS[1]
-        tried.append(trier.tried(known, tuple(BLENDS[i] for i in at), prior))
+    nearest = _mended(table, known, trier, tried)
+    if nearest is not None:
+        tried.append(trier.tried(known, nearest))
+    found = best(tried)
+    if found.worst <= EVEN and found.error > AGREE:
+        fitted = trier.fitted(known, found.fit.blend, PRIORS[0])
+        if trier.predicts(known, fitted, found):  # what is known; else it would not predict new assignments either
+            tried.append(trier.tried(known, fitted))
     for prior in (PRIORS[1], 0.0):  # at last uniform bits at every gear's average
         if best(tried).worst > EVEN:
             known.add(probes(table, known.gears))
-            tried.append(trier.tried(known, (BLENDS[-1],) * len(at), prior))
+            tried.append(trier.tried(known, trier.fitted(known, (BLENDS[-1],) * len(known.gears), prior)))
     return best(tried)
+
+
+def _mended(table: SiteTable, known: Measurements, trier: _Trier, tried: list[Trial]) -> Fit | None:
+    """Fits until uniform bits do no better at any average, and adds what was measured at all of them to `tried`.
+
+    Returns:
+        where no fit brought that about, the one that came nearest, which was measured at the doubtful averages alone.
+    """
+    at = [0] * len(known.gears)  # place of each gear's blend
+    doubtful, worst, prior = tried[0].doubtful, tried[0].worst, PRIORS[0]
+    nearest: tuple[float, Fit] | None = None
+    for _ in range(ROUNDS):
+        if not doubtful:
+            return None
+        if worst - 1 > WRONG:
+            known.add(probes(table, known.gears))
+            prior = PRIORS[1]
+        fitted = trier.fitted(known, tuple(BLENDS[i] for i in at), prior)
+        ratios = trier.ratios(known, fitted, doubtful)
+        worst = max(ratios.values())
+        if worst <= EVEN:  # the other averages are worth measuring
+            tried.append(trier.tried(known, fitted))
+            doubtful, worst = tried[-1].doubtful, tried[-1].worst
+        else:
+            nearest = min(nearest or (worst, fitted), (worst, fitted), key=lambda one: one[0])
+            doubtful = [i for i, ratio in ratios.items() if ratio > EVEN]
+        for i in doubtful:
+            for gear in _in_question(list(trier.averages)[i], known):
+                at[gear] = min(len(BLENDS) - 1, BLENDS.index(fitted.blend[gear]) + 1)
+    return None if nearest is None or not doubtful else nearest[1]
 
 
 class _Trier:
@@ -236,12 +260,30 @@ class _Trier:
         hidden = {a for a, seen in zip(assignments, self.averages.values(), strict=True) if not seen}
         known.unseen |= hidden - {known.everywhere(gear) for gear in known.gears}
 
-    def tried(self, known: Measurements, blend: tuple[float, ...], prior: float) -> Trial:
+    def fitted(self, known: Measurements, blend: tuple[float, ...], prior: float) -> Fit:
+        """To all that is known and may be seen."""
         seen = {a: float(row.mean()) for a, row in known.rows.items() if a not in known.unseen}
-        fitted = fit(self.table, self.uniform, blend, list(seen), np.array(list(seen.values())), prior)
+        return fit(self.table, self.uniform, blend, list(seen), np.array(list(seen.values())), prior)
+
+    def ratios(self, known: Measurements, fitted: Fit, places: Sequence[int]) -> dict[int, float]:
+        """To uniform bits, of a fit's assignments at the averages in some places."""
         assignments = self.assignments(fitted.corrected())
-        known.add(assignments)
         self._hide(known, assignments)
+        known.add([assignments[i] for i in places])
+        return {i: known.ratio(assignments[i]) for i in places}
+
+    def predicts(self, known: Measurements, fitted: Fit, trial: Trial) -> bool:
+        """Whether a fit's predictions of another trial's assignments agree with what these were measured to do."""
+        some = self.assignments(trial.fit.corrected())
+        return all(
+            abs(fitted.predicted(a) / max(float(known.rows[a].mean()), LEAST) - 1) <= AGREE for a in some
+        )  # fmt: skip
+
+    def tried(self, known: Measurements, fitted: Fit) -> Trial:
+        """What a fit's assignments do."""
+        assignments = self.assignments(fitted.corrected())
+        self._hide(known, assignments)
+        known.add(assignments)
         return self._compared(known, fitted, assignments)
 
     def unchanged(self, known: Measurements, first: Sequence[tuple[int, ...]]) -> Trial:

@@ -1,11 +1,12 @@
 """What was found out about known models comes with the package: `measured/`, a folder for each.
 
 A folder is named by a digest of the model's 16-bit weights and of the layout of its store. It holds the folds that the
-model is nested with and the sensitivities that were measured of that store. Both would take minutes; and a search for
-folds ends a little differently on processors that round differently, so that codes would, too.
+model is nested with, and the sensitivities that were measured of that store, checked (`qbe.store.allocation_check`).
+All of it would take minutes; and a search for folds ends a little differently on processors that round differently, so
+that codes would, too.
 
-To renew a folder, delete it here, prepare the model, and copy its three files from the model's folder in the cache
-into one that is named as `digest` says.
+To renew a folder, delete it here, quantise the model with `--measure`, and copy its three files from the folder that
+this made into one that is named as `digest` says.
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from qbe.kernels.cpu import dispatch
+from qbe.kernels.cpu.nested_linear import dequantised
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS, Site, SiteTable
 from qbe.store.experts import ExpertLayer, Multiply, expert_layers, tapped
-from qbe.store.layerwise import Layerwise, NotLayered, Pass, first
+from qbe.store.layerwise import Layerwise, NotLayered, Pass, first, on
 from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of
@@ -28,23 +30,32 @@ Assignment = Sequence[int]  # the gear of every nested site
 Numbers = npt.NDArray[np.float64]
 
 
-def divergences(
-    model: nn.Module, table: SiteTable, tokens: torch.Tensor, assignments: Sequence[Assignment], device: torch.device,
-    step: Callable[[], None] = lambda: None,
-) -> Numbers:  # fmt: skip
-    """KL divergence of each assignment from 16 bits, nats per token, float64 [assignments, passages].
+class Mixtures:
+    """Divergences of assignments on one text, whose pass at 16 bits is made once for however many are asked for.
 
     Args:
         model: nested, with its 16-bit originals.
         tokens: int64 [passages, tokens].
         device: where layers are computed; a model that is no chain of them has to be there already.
-        step: called once for each layer and once at the end.
+        step: called once for each layer and once at the end, of the pass at 16 bits and of every call.
     """
-    try:
-        return _Layers(model, table, device).divergences(tokens, assignments, step)
-    except NotLayered:
-        found = as_a_whole(model, table, tokens, assignments)
-        step()
+
+    def __init__(
+        self, model: nn.Module, table: SiteTable, tokens: torch.Tensor, device: torch.device,
+        step: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._model, self._table, self._tokens, self._step = model, table, tokens, step
+        try:
+            self._layers: _Layers | None = _Layers(model, table, tokens, device, step)
+        except NotLayered:
+            self._layers = None
+
+    def divergences(self, assignments: Sequence[Assignment]) -> Numbers:
+        """KL divergence of each assignment from 16 bits, nats per token, float64 [assignments, passages]."""
+        if self._layers is not None:
+            return self._layers.divergences(assignments)
+        found = as_a_whole(self._model, self._table, self._tokens, assignments)
+        self._step()
         return found
 
 
@@ -84,7 +95,10 @@ class _Layers:
         NotLayered: the model is none.
     """
 
-    def __init__(self, model: nn.Module, table: SiteTable, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, table: SiteTable, tokens: torch.Tensor, device: torch.device, step: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self._step = step
         self._walk = Layerwise(model, decoder_layers(model, table), device)
         self._sites = table.nested
         self._places = {site.name: i for i, site in enumerate(table.nested)}
@@ -105,19 +119,21 @@ class _Layers:
         self._nested: dict[str, Any] = {
             s.name: model.get_submodule(s.name).weight for s in table.nested if s.expert is None
         }
-
-    def divergences(self, tokens: torch.Tensor, assignments: Sequence[Assignment], step: Callable[[], None]) -> Numbers:
-        states: list[torch.Tensor] = []
-
-        def visit(i: int, passed: Pass) -> None:
-            if not states:
-                states.extend([passed.hidden(0)] * len(assignments))
-            self._through(i, passed, assignments, states)
-            step()
-
-        passed = self._walk.run(tokens, visit, head=False)
-        found = self._at_head(passed, assignments, states)
+        self._passed = self._walk.run(tokens, lambda *_: step(), head=False)
+        full = first(self._passed.outputs[-1])
+        with self._head_at(FULL_BITS):
+            self._reference = [self._walk.logits(self._passed, full, t).float() for t in range(len(tokens))]
         step()
+
+    @torch.no_grad()
+    def divergences(self, assignments: Sequence[Assignment]) -> Numbers:
+        states = [self._passed.hidden(0)] * len(assignments)
+        for i, layer in enumerate(self._walk.layers):
+            with on(layer.modules(), self._walk.device):
+                self._through(i, self._passed, assignments, states)
+            self._step()
+        found = self._at_head(self._passed, assignments, states)
+        self._step()
         return found
 
     def _through(self, i: int, passed: Pass, assignments: Sequence[Assignment], states: list[torch.Tensor]) -> None:
@@ -141,12 +157,10 @@ class _Layers:
         """Divergences from what the last layer gave."""
         walk, place = self._walk, self._places.get(self._head)
         found = np.zeros((len(assignments), passed.tokens.shape[0]))
-        full_states = first(passed.outputs[-1])
-        reference = [walk.logits(passed, full_states, t).float() for t in range(len(passed.tokens))]
         gears = [FULL_BITS if place is None else a[place] for a in assignments]
         for gear in sorted(set(gears)):
             with self._head_at(gear):
-                for t, full in enumerate(reference):
+                for t, full in enumerate(self._reference):
                     p = full.softmax(-1)
                     for a in (a for a, own in enumerate(gears) if own == gear):
                         found[a, t] = divergence(full, p, walk.logits(passed, states[a], t))
@@ -154,10 +168,13 @@ class _Layers:
 
     @contextmanager
     def _head_at(self, gear: int) -> Iterator[None]:
+        """Inside, the head multiplies by its weight at this gear, in float32 on the device."""
         head = self._walk.head
         before = head.weight
-        if gear < FULL_BITS:
-            head.weight = at_gear(self._nested[self._head], gear, self._walk.device)
+        full = gear >= FULL_BITS
+        head.weight = before.to(self._walk.device).float() if full else at_gear(
+            self._nested[self._head], gear, self._walk.device
+        )  # fmt: skip
         try:
             yield
         finally:
@@ -199,7 +216,9 @@ class _Products:
 
 def at_gear(nested: NestedTensor, gear: int, device: torch.device) -> torch.Tensor:
     """The weight at a gear below 16, float32 [N, K] on the device."""
-    return dequantise(
-        nested.canonical_packed().to(device), nested.meta.to(device), nested.exponent, nested.slices,
-        nested.in_features, gear,
-    )  # fmt: skip
+    packed, meta = nested.canonical_packed().to(device), nested.meta.to(device)
+    if device.type == "cpu" and dispatch.dequantises(torch.float32):
+        return dequantised(
+            packed, meta, gear, nested.slices, nested.exponent, nested.in_features, torch.float32
+        )  # fmt: skip
+    return dequantise(packed, meta, nested.exponent, nested.slices, nested.in_features, gear)

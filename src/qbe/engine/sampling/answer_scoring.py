@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
 from qbe.engine.adaptive.activation_statistics import ActivationStats, largest_inputs
 from qbe.engine.core import Core
@@ -30,6 +32,7 @@ from qbe.sites import SiteTable
 
 OPENING = 8  # tokens in which an answer's way is decided (Qi et al. 2024, "Safety Alignment Should Be Made More Than
 # Just a Few Tokens Deep")
+WINDOW = 32  # tokens whose divergence and difficulty are told together (`qbe.refresh.thresholds`)
 LAST = Priority(math.inf, "flex")
 
 
@@ -47,6 +50,8 @@ class AnswerScore:
         opening_kl: `kl` of the first eight tokens of the answer; None where the first was not scored.
         behind: for each token, by how much it was behind the likeliest of what was served, nats.
         reference_bits: of the widest gear, averaged over the weights.
+        windows: for each whole window of 32 tokens its `kl`, and mean entropy (nats) and margin (logits) of what was
+            served (`qbe.analysis.difficulty`).
         inputs: with what the reference read of the prompt: for each nested site the root mean square of its input's
             largest channel; None where that was not seen. Of `inputs_tokens`.
     """
@@ -59,16 +64,18 @@ class AnswerScore:
     opening_kl: float | None
     behind: tuple[float, ...]
     reference_bits: float
+    windows: tuple[tuple[float, float, float], ...] = ()
     inputs: tuple[float | None, ...] = ()
     inputs_tokens: int = 0
 
-    def describe(self) -> dict[str, float | int | None]:
+    def describe(self) -> dict[str, Any]:
         """As a record keeps it."""
         rounded = {"kl": self.kl, "top1": self.top1, "flip_margin": self.flip_margin}
         return {
             "tokens": self.tokens, "first": self.first,
             **{name: None if value is None else round(value, 6) for name, value in rounded.items()},
             "reference_bits": round(self.reference_bits, 4),
+            "windows": [[round(value, 6) for value in window] for window in self.windows],
         }  # fmt: skip
 
 
@@ -106,7 +113,7 @@ class AnswerScoring:
         self._targets = torch.tensor(served.token_ids[self._start + 1 : self._start + 1 + self._count])
         # In main memory: the device's belongs to answers.
         self._logits = torch.empty(self._count, core.vocabulary)
-        self._measured = torch.empty(5, self._count)  # four of `RowFidelity`, then how far behind each token was
+        self._measured = torch.empty(7, self._count)  # four of `RowFidelity`; how far behind the token was; difficulty
         self._widest, self._again = widest(core.table), True  # at the bits that it had
         self._stats = ActivationStats.of(core.table) if inputs else None
         self._running: Sequence | None = None
@@ -187,10 +194,11 @@ class AnswerScoring:
         served, targets = self._logits[where].to(rows.device), self._targets[where].to(rows.device)
         found = compare_rows(rows, served, targets)
         behind = served.max(-1).values - served.gather(-1, targets[:, None]).squeeze(-1)
-        self._measured[:, where] = torch.stack([*found, behind]).cpu()
+        _, *hard = difficulty(served, served.argmax(-1))
+        self._measured[:, where] = torch.stack([*found, behind, *(each.to(behind) for each in hard)]).cpu()
 
     def _score(self) -> AnswerScore:
-        *rows, behind = self._measured
+        *rows, behind, entropy, margin = self._measured
         found, n = RowFidelity(*rows), self._count
         flips = n - int(found.agreed.sum())
         opening = found.kl[: OPENING - self._first]
@@ -198,6 +206,14 @@ class AnswerScoring:
             n, self._first, summed_divergence(found.kl) / n, 1 - flips / n,
             float(found.margin.sum()) / flips if flips else None,
             summed_divergence(opening) / len(opening) if self._first == 0 else None,
-            tuple(behind.tolist()), self._widest.average_weight_bits(self._core.table), largest_inputs(self._stats),
+            tuple(behind.tolist()), self._widest.average_weight_bits(self._core.table),
+            _windows(found.kl, entropy, margin), largest_inputs(self._stats),
             0 if self._stats is None else self._stats.tokens,
         )  # fmt: skip
+
+
+def _windows(*of_tokens: torch.Tensor) -> tuple[tuple[float, float, float], ...]:
+    """Means over whole windows of numbers for each token; windows with a number that is none are left out."""
+    whole = len(of_tokens[0]) // WINDOW * WINDOW
+    means = torch.stack(of_tokens)[:, :whole].view(len(of_tokens), -1, WINDOW).double().mean(-1)
+    return tuple((float(kl), float(e), float(m)) for kl, e, m in means[:, means.isfinite().all(0)].T)
