@@ -89,7 +89,7 @@ def draw(table: SiteTable, model: str, path: Path, resident: AtStart | None = No
     first.set_title("used by % of the tokens", fontsize=9, loc="left", fontweight="bold")
     figure.colorbar(shown, ax=first).ax.tick_params(labelsize=7)
     colors = ListedColormap(["#f6e7d8", "#f0b27a", "#5b9bd5", "#1f4e8c"])
-    for panel, (tier, bits) in zip(axes, panels.items(), strict=True):
+    for (tier, bits), panel in zip(panels.items(), axes, strict=False):
         # Colours by the gear that the mean of an expert's matrices is next to.
         shown = panel.imshow(np.digitize(bits, [5, 7, 12]), cmap=colors, vmin=-0.5, vmax=3.5, aspect="auto",
                              interpolation="nearest")  # fmt: skip
