@@ -1,7 +1,7 @@
 """A Qwen3-30B-A3B-shaped model of mixed experts through the engine's core: memory, decode by precision, residency.
 
     python benchmarks/expert_serving.py [--device cuda] [--only memory,decode,residency] [--rounds 5] [--steps 32]
-                                        [--layers 48] [--resident-layers 12] [--folder DIR]
+                                        [--layers 48] [--resident-layers 12] [--resident-steps 100] [--folder DIR]
 
 Random weights, made nested on the device. A JSON line is printed for each number as soon as it is known; `must` is what
 it should reach. Rates are tokens a second of all sequences, medians of interleaved rounds; every sequence has a prompt
@@ -13,7 +13,7 @@ of its own and every step waits for its tokens.
                experts' codes on the device, over all of them there. A tenth of each layer's experts gets 80 % of the
                choices. Slices are (4, 2, 2): half of the bytes are all lowest slices. With a quarter some of these are
                read from host memory, or slices are (2, 2, 2, 2) and a quarter is all of the lowest. Beside rates: how
-               long the slowest of 100 steps takes, what share of the wanted bits was read, and gigabytes fetched
+               long the slowest of the steps takes, what share of the wanted bits was read, and gigabytes fetched
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--layers", type=int, default=QWEN3_30B_A3B.layers)
     parser.add_argument("--resident-layers", type=int, default=12)
+    parser.add_argument("--resident-steps", type=int, default=100)
     parser.add_argument("--folder", type=Path, help="for the store; a temporary one in memory if left out")
     parser.add_argument("--only", default=",".join(WHAT))
     parser.add_argument("--rounds", type=int, default=5)
@@ -87,7 +88,14 @@ def main() -> None:
         "memory": [partial(memory, shape, device)],
         "decode": [partial(decode, shape, device, sizes)],
         "residency": [
-            partial(residency, fewer, device, replace(sizes, batches=RESIDENT_BATCHES), slices, beside)
+            partial(
+                residency,
+                fewer,
+                device,
+                replace(sizes, batches=RESIDENT_BATCHES, steps=args.resident_steps),
+                slices,
+                beside,
+            )
             for slices in dict.fromkeys(slices for slices, _, _ in PARTS)
         ],
     }
@@ -198,8 +206,9 @@ class StepTimes:
     read_bits: float
 
 
-def steps_of(core: Core, batch: int, sizes: EngineSizes, steps: int = 100) -> StepTimes:
+def steps_of(core: Core, batch: int, sizes: EngineSizes, times_as_many: int = 1) -> StepTimes:
     """Decodes with a batch at the widest gear of the store."""
+    steps = sizes.steps * times_as_many
     gear = max(g for g in core.table.gears() if g < FULL_BITS)
     blueprint = Blueprint.of("bench", core.table, (gear,) * len(core.table.nested))
     params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
@@ -243,7 +252,7 @@ def settle(core: Core, batch: int, sizes: EngineSizes) -> float:
     """Decodes until use moves nothing more; seconds."""
     began, moved = time.perf_counter(), -1
     while time.perf_counter() - began < SETTLING_S:
-        steps_of(core, batch, sizes, 200)
+        steps_of(core, batch, sizes, 2)
         if (now := core.residency.numbers.fetched_bytes) == moved:  # type: ignore[union-attr]
             break
         moved = now

@@ -92,6 +92,21 @@ def test_a_picture_shows_use_and_bits(store: Path, home: Path) -> None:
     assert np.sum(shown["use"]) == pytest.approx(4, abs=0.01)
 
 
+def test_the_picture_shows_where_experts_live(store: Path, home: Path) -> None:
+    picture = home / "live.png"
+    bounded = ("--device", "cpu", "--kv-tokens", "256", "--experts", str(picture), "--json")
+    done = qbe("info", "--model", str(store), "--device-memory", "1GB", *bounded, home=home)
+    assert done.returncode == 0, done.stderr.decode()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = json.loads(done.stdout)
+    assert np.array(shown["experts"]["resident_bits"]).tolist() == np.full((2, 4), 8).tolist()
+    assert shown["residency"]["file_bytes"] == 0 < shown["residency"]["device_bytes"]
+    refused = qbe("info", "--model", str(store), "--device-memory", "1kB", *bounded, home=home)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.decode().strip().splitlines()
+    assert "what always stays on the device takes about" in line
+
+
 def test_python_and_http_serve_rows_at_bits_of_their_own(store: Path) -> None:
     with Engine(str(store), records=False, policy="static") as engine:
         assert len(nested_experts(engine.model)) == 4

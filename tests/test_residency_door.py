@@ -64,6 +64,25 @@ def test_the_command_line_bounds_memory_and_says_what_was_read(home: Path, store
     assert re.search(r"8\.\d\d bits \([4-7]\.\d\d read, \d+ misses\)", said.stderr.decode())
 
 
+def test_info_says_what_will_be_where(home: Path, store: Path) -> None:
+    """As an engine has it when it has started, but for its plan, whose bytes are not known before."""
+    bound = parse_size("least", least(home, store))
+    done = qbe("info", "--model", str(store), "--device", "cpu", "--device-memory", str(bound), "--kv-tokens", "256",
+               "--json", home=home)  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout)["residency"]
+    with Engine(str(store), device="cpu", device_memory=bound, kv_tokens=256, records=False) as engine:
+        numbers = engine.residency
+        assert numbers is not None
+        assert found["device_bytes"] + found["file_bytes"] == numbers.stored_bytes
+        more = found["device_bytes"] - numbers.resident_bytes
+        assert 0 <= more <= engine.memory.workspace + 4096  # a slice more may just fit
+        assert found["host_bytes"] == 0 < found["file_bytes"]
+    said = qbe("info", "--model", str(store), "--device", "cpu", "--device-memory", str(bound), "--kv-tokens", "256",
+               home=home)  # fmt: skip
+    assert re.search(r"\d\.\d\d GB on the device, .* in host memory, .* in the store's file", said.stdout.decode())
+
+
 def test_the_command_line_refuses_in_one_line(home: Path, store: Path) -> None:
     for options, why in (
         (("--miss", "wait"), "--device-memory leaves out"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from qbe.cli.console import err, out, print_json
-from qbe.cli.options import DEFAULT, Device, Json, KVTokens, Model, MostBits, Originals, Trust
+from qbe.cli.options import DEFAULT, Device, DeviceMemory, Json, KVTokens, Model, MostBits, Originals, Trust
 from qbe.cli.update import update as bring_up_to_date
 from qbe.errors import QBEError
 
@@ -100,11 +100,17 @@ def info(
     experts: Annotated[
         Path | None, typer.Option(help="write a picture: layer by expert, how often each is used and its bits (PNG)")
     ] = None,
-    as_json: Json = False,
+    device_memory: DeviceMemory = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show a model's sites and roles, its nested store and this machine; with --device the memory it will take."""
-    if trust and (verify or experts is not None or device is not None):
+    """Show a model's sites and roles, its nested store and this machine; with --device the memory it will take, with
+    --device-memory what of its store will be where."""
+    if trust and (verify or experts is not None or device is not None or device_memory is not None):
         raise QBEError("--trust takes files as they are, and goes with --json alone: leave it or the others out")
+    if device_memory is not None:
+        if originals not in (None, "none") or most_bits is not None:
+            raise QBEError("--device-memory does not go with --originals or --most-bits: leave one of them out")
+        _residency(model, device or "auto", device_memory, kv_tokens, experts, as_json)
+        return
     if experts is not None:
         _experts(model, device, experts, as_json)
         return
@@ -134,6 +140,39 @@ def _experts(model: str, device: str | None, picture: Path, as_json: bool) -> No
         print_json({"model": model, "picture": str(picture), "experts": describe(table)})
     else:
         print(f"wrote {picture}")
+
+
+def _residency(
+    model: str, device: str, device_memory: str, kv_tokens: int | None, picture: Path | None, as_json: bool
+) -> None:
+    import torch
+
+    from qbe.engine.devices import pick_device
+    from qbe.engine.memory import predicted
+    from qbe.eval.expert_map import describe, draw
+    from qbe.models import pull as fetch
+    from qbe.residency.at_start import at_start
+    from qbe.residency.size import parse_size
+    from qbe.store.prepare import prepare
+
+    where, bound = pick_device(device), parse_size("--device-memory", device_memory)
+    memory = predicted(
+        fetch(model, progress=err.is_terminal), where, originals="none", kv_tokens=kv_tokens, free=bound
+    )  # fmt: skip
+    table = prepare(
+        model, device=torch.device("cpu"), originals="none", need_sensitivity=picture is not None,
+        progress=err.is_terminal,
+    ).table  # fmt: skip
+    found = at_start(table, where, bound, memory.describe()["total"])
+    if picture is not None:
+        draw(table, model, picture, found)
+    if as_json:
+        experts = {} if picture is None else {"picture": str(picture), "experts": describe(table, found)}
+        print_json({"model": model, "device": str(where), "residency": found.describe(), **experts})
+    else:
+        print(f"{model} on {where} within {device_memory}: {found.line()}")
+        if picture is not None:
+            print(f"wrote {picture}")
 
 
 def _memory(

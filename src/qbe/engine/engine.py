@@ -129,10 +129,9 @@ class Engine(Requests):
                   "most_bits": most_bits is not None, "originals": originals not in (None, "none")}  # fmt: skip
         bound = bounded_memory.check(device_memory, miss, beside)
         originals = "none" if bound is not None else originals
-        paged = {"paged": True} if bound is not None and where.type == "cuda" else {}
         prepared = prepare_model(
             model, tokenizer, processor, dtype, trust, device=where, originals=originals, most_bits=most_bits,
-            need_sensitivity=default.needs_sensitivity, progress=progress, **paged,
+            need_sensitivity=default.needs_sensitivity, progress=progress, paged=bound is not None,
         )  # fmt: skip
         self.model = prepared.model
         tower = tower_of(self.model, prepared.name, prepared.tokenizer, processor)
@@ -142,12 +141,11 @@ class Engine(Requests):
         cascade = cascade_of(prepared)
         try:
             core = Core(
-                self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
+                self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer), speculate=speculate,
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device_memory=bound, device=where, progress=progress, compile=compile,
-                speculate=speculate, cascade=None if isinstance(cascade, QBEError) else cascade,
-                routers=default.routers(prepared.table), shared_rows=rows == "shared",
-                tower=None if isinstance(tower, str) else tower,
+                cascade=None if isinstance(cascade, QBEError) else cascade, routers=default.routers(prepared.table),
+                shared_rows=rows == "shared", tower=None if isinstance(tower, str) else tower,
             )  # fmt: skip
             if residency is not None and bound is not None:
                 bounded_memory.hold(core, residency, bound)

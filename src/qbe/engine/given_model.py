@@ -16,14 +16,14 @@ from qbe.store.prepare import PreparedModel, prepare, prepare_in_memory
 
 
 def prepare_model(
-    model: str | Path | nn.Module, tokenizer: Any, processor: Any, dtype: str, trust: bool, **rest: Any
+    model: str | Path | nn.Module, tokenizer: Any, processor: Any, dtype: str, trust: bool, paged: bool, **rest: Any
 ) -> PreparedModel:
     """The model, nested, on the device. Raises QBEError for what does not go with where it comes from."""
     if not isinstance(model, nn.Module):
         given = "tokenizer" if tokenizer is not None else "processor" if processor is not None else None
         if given is not None:
             raise QBEError(f"{given} is for a model given in memory; a folder or a file brings its own: leave it out")
-        return prepare(model, dtype=dtype, trust=trust, **rest)
+        return prepare(model, dtype=dtype, trust=trust, paged=paged, **rest)
     if trust:
         raise QBEError("trust is for a folder of 'qbe quantize'; a model given in memory has no files")
     if dtype != "auto":

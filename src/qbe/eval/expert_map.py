@@ -14,6 +14,7 @@ from qbe.budget import TIER_BITS
 from qbe.errors import QBEError
 from qbe.files import write_bytes
 from qbe.policies.allocate import allocate
+from qbe.residency.at_start import AtStart
 from qbe.sites import SiteTable
 
 Numbers = npt.NDArray[np.float64]
@@ -34,6 +35,11 @@ def bits_map(table: SiteTable, average_bits: float) -> Numbers:
     return _map(table, {s.name: float(g) for s, g in zip(table.nested, gears, strict=True)})[1]
 
 
+def resident_map(table: SiteTable, resident: AtStart) -> Numbers:
+    """Mean bits over the weights of each expert that are on the device, as `use_map`."""
+    return _map(table, {s.name: float(b) for s, b in zip(table.nested, resident.bits, strict=True)})[1]
+
+
 def _map(table: SiteTable, values: dict[str, float]) -> tuple[list[int], Numbers]:
     experts = [s for s in table.nested if s.expert is not None]
     if not experts:
@@ -49,15 +55,20 @@ def _map(table: SiteTable, values: dict[str, float]) -> tuple[list[int], Numbers
         return layers, totals / weights
 
 
-def describe(table: SiteTable) -> dict[str, Any]:
-    """What the picture shows, as JSON: layers, and for each their experts' use and bits at the middle of each tier."""
+def describe(table: SiteTable, resident: AtStart | None = None) -> dict[str, Any]:
+    """What the picture shows, as JSON: layers, and for each their experts' use and bits at the middle of each tier; and
+    the bits of each that are on the device, where that is bounded."""
     layers, use = use_map(table)
     bits = {tier: np.round(bits_map(table, sum(ends) / 2), 3).tolist() for tier, ends in TIER_BITS.items()}
-    return {"layers": layers, "use": np.round(use, 6).tolist(), "bits": bits}
+    there = {} if resident is None else {"resident_bits": np.round(resident_map(table, resident), 3).tolist()}
+    return {"layers": layers, "use": np.round(use, 6).tolist(), "bits": bits, **there}
 
 
-def draw(table: SiteTable, model: str, path: Path) -> None:
+def draw(table: SiteTable, model: str, path: Path, resident: AtStart | None = None) -> None:
     """Writes the picture as PNG, all of it or nothing.
+
+    Args:
+        resident: what is on the device, where that is bounded.
 
     Raises:
         QBEError: no nested experts or sensitivities, matplotlib is missing, or the disk refuses.
@@ -70,14 +81,15 @@ def draw(table: SiteTable, model: str, path: Path) -> None:
     panels = {tier: bits_map(table, sum(ends) / 2) for tier, ends in TIER_BITS.items()}
     count, lines = use.shape[1], len(layers)
     width, height = min(6.0, max(2.6, 0.16 * count)), min(9.0, max(1.6, 0.16 * lines))
-    figure = Figure(figsize=(1.2 + width * 2, 1.4 + height * 2), dpi=110, layout="constrained")
-    axes = figure.subplots(2, 2, squeeze=False).flat
+    across = 2 if resident is None else 3
+    figure = Figure(figsize=(1.2 + width * across, 1.4 + height * 2), dpi=110, layout="constrained")
+    axes = figure.subplots(2, across, squeeze=False).flat
     first = next(axes)
     shown = first.imshow(100 * use, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
     first.set_title("used by % of the tokens", fontsize=9, loc="left", fontweight="bold")
     figure.colorbar(shown, ax=first).ax.tick_params(labelsize=7)
     colors = ListedColormap(["#f6e7d8", "#f0b27a", "#5b9bd5", "#1f4e8c"])
-    for panel, (tier, bits) in zip(axes, panels.items(), strict=True):
+    for (tier, bits), panel in zip(panels.items(), axes, strict=False):
         # Colours by the gear that the mean of an expert's matrices is next to.
         shown = panel.imshow(np.digitize(bits, [5, 7, 12]), cmap=colors, vmin=-0.5, vmax=3.5, aspect="auto",
                              interpolation="nearest")  # fmt: skip
@@ -86,7 +98,17 @@ def draw(table: SiteTable, model: str, path: Path) -> None:
         panel.set_title(f"bits, {tier} ({average:.3g} on average)", fontsize=9, loc="left", fontweight="bold")
         bar = figure.colorbar(shown, ax=panel, ticks=range(4))
         bar.ax.set_yticklabels(["4", "6", "8", "16"], fontsize=7)
-    for panel in figure.axes[:4]:
+    if resident is not None:
+        panel = next(axes)
+        # An expert that has nothing there is read from the host's memory.
+        there = ListedColormap(["#eeeeee", "#fbf3ea", "#f6e7d8", "#f0b27a", "#5b9bd5"])
+        shown = panel.imshow(np.digitize(resident_map(table, resident), [1, 3, 5, 7]), cmap=there, vmin=-0.5, vmax=4.5,
+                             aspect="auto", interpolation="nearest")  # fmt: skip
+        panel.set_title("bits on the device at the start", fontsize=9, loc="left", fontweight="bold")
+        bar = figure.colorbar(shown, ax=panel, ticks=range(5))
+        bar.ax.set_yticklabels(["host", "2", "4", "6", "8"], fontsize=7)
+        next(axes).remove()
+    for panel in figure.axes[: 4 + (resident is not None)]:
         panel.set_yticks(range(0, lines, max(1, lines // 12)), [str(n) for n in layers[:: max(1, lines // 12)]])
         panel.set_xticks(range(0, count, max(1, count // 8)))
         panel.tick_params(length=2, labelsize=7)

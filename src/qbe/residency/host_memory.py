@@ -19,6 +19,11 @@ log = logging.getLogger(__name__)
 _LEFT = 8  # one part in so many of the free host memory is left to others
 
 
+def room_for_experts(free: int) -> int:
+    """Bytes that experts may take of so many that are free."""
+    return free - free // _LEFT
+
+
 class HostMemory:
     """Holds whole layers' matrices, the first ones first.
 
@@ -34,8 +39,7 @@ class HostMemory:
         self._transfer = transfer
         self._codes: dict[str, torch.Tensor] = {}
         self._arenas: list[Arena] = []
-        free = free_memory(torch.device("cpu"))
-        free -= free // _LEFT
+        free = room_for_experts(free_memory(torch.device("cpu")))
         stored = 0
         for name, shape in stacks:
             size = torch.Size(shape).numel()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from qbe.kernels.cpu import dispatch
-from qbe.kernels.cpu.nested_linear import dequantised
+from qbe.kernels.cpu.linear.nested import dequantised
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS, Site, SiteTable
 from qbe.store.experts import ExpertLayer, Multiply, expert_layers, tapped

@@ -47,7 +47,7 @@ def place(
     Args:
         originals: as of `place_of`; on the CPU `device` and `host` both mean where they are.
         most_bits: the widest precision of the store that is kept; None keeps all.
-        paged: leave out the codes of experts, which residency brings (`qbe.residency.device_slices`).
+        paged: of a GPU: leave out the codes of experts, which residency brings (`qbe.residency.device_slices`).
 
     Raises:
         QBEError: another place, or bits that the store does not have.

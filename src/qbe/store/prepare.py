@@ -90,7 +90,7 @@ def prepare(
             nowhere are not even read.
         most_bits: the widest precision of the store that is loaded; None: all of it.
         need_sensitivity: estimate the sensitivities if they are not stored yet and did not come with the package.
-        paged: leave the codes of experts out of the device's memory, as `qbe.store.placement.place`.
+        paged: leave the codes of experts out of a GPU's memory, as `qbe.store.placement.place`.
         trust: take the files of a QBE folder as they are, whatever its `provenance.json` says of them.
 
     Raises:
@@ -144,7 +144,9 @@ def _from_store(
     table = with_use(with_store(table, loaded.model), counted + served if counted and served else counted)
     table = drift_table.with_floors(table, drift_table.read(folder))
     if measured is not None:
-        if measured.text is None and not paged:  # a store of an older version, or one that is known
+        if measured.text is None and not (
+            paged and device.type == "cuda"
+        ):  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
         if counted and served:
             measured = scaled(measured, counted, counted + served)
