@@ -107,6 +107,22 @@ def test_the_picture_shows_where_experts_live(store: Path, home: Path) -> None:
     assert "what always stays on the device takes about" in line
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--experts", "heat.svg"], "--experts writes a PNG"),
+        (["--device-memory", "1GiB", "--kv-tokens", "-5"], "must be a whole number, 1 or more"),
+        (["--device", "cpu", "--kv-tokens", "0"], "must be a whole number, 1 or more"),
+    ],
+    ids=str,
+)
+def test_info_refuses_in_one_line(store: Path, home: Path, options: list[str], said: str) -> None:
+    done = qbe("info", "--model", str(store), *options, home=home)
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().strip().splitlines()
+    assert said in line
+
+
 def test_python_and_http_serve_rows_at_bits_of_their_own(store: Path) -> None:
     with Engine(str(store), records=False, policy="static") as engine:
         assert len(nested_experts(engine.model)) == 4

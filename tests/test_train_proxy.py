@@ -196,6 +196,14 @@ def test_bits_are_evened_out_at_the_same_average() -> None:
     assert report["ratio"] > 1
 
 
+@pytest.mark.parametrize("quality", ["high", [], {}, {"kl": None}, {"kl": float("nan")}, {"kl": "0.1"}], ids=str)
+def test_a_score_that_is_none_is_refused_by_its_record(quality: object) -> None:
+    with pytest.raises(QBEError, match=r"^record r7: quality is .*, but must be a score with a finite kl"):
+        scored.divergence(quality, "r7")
+    assert scored.divergence({"kl": 0.25}, "r7") == 0.25
+    assert np.isnan(scored.divergence(None, "r7"))
+
+
 def test_which_records_count(past: list[Record]) -> None:
     real = policies.load("tiered")
     other = [replace(past[0], policy="uniform"), replace(past[0], model="another"), replace(past[1], features={})]

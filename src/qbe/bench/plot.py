@@ -19,14 +19,14 @@ _ROW_INCHES = 0.25
 _COLUMNS = 3
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, option: str = "--plot") -> None:
     """Raises QBEError when a picture could not be made: told before minutes of measuring, not after."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise QBEError("--plot needs matplotlib, which is not installed: pip install 'qbe[bench]'") from None
+        raise QBEError(f"{option} needs matplotlib, which is not installed: pip install 'qbe[bench]'") from None
     if path.suffix.lower() != ".png":
-        raise QBEError(f"--plot writes a PNG; give it a name that ends in .png, not '{path}'")
+        raise QBEError(f"{option} writes a PNG; give it a name that ends in .png, not '{path}'")
 
 
 def draw(report: BenchmarkReport, path: Path) -> None:

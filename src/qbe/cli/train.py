@@ -162,7 +162,10 @@ def _scored(tiers: Sequence[dict[str, Any]]) -> str:
         for of in (tier["quality"] for tier in tiers)
         if of.get("ratio_interval") and of["ratio_interval"][0] < of["ratio_interval"][1]
     ]  # fmt: skip
-    return "".join(lines)
+    return (
+        "".join(lines)
+        or f"{sum(tier['quality']['scored'] for tier in tiers)} scored answers, nothing learned from them\n"
+    )
 
 
 Steps = Annotated[int, typer.Option(help="of training, each of eight texts")]

@@ -97,13 +97,15 @@ def predicted(
         free: bytes of a device that is not here; None: what this one has free.
 
     Raises:
-        QBEError: as `qbe.models.load_model`, of the configuration.
+        QBEError: as `qbe.models.load_model`, of the configuration; a size that no engine takes.
     """
+    from qbe.engine.setup import check_sizes
     from qbe.models.load import load_skeleton
     from qbe.store import checkpoint
     from qbe.store.nesting import nestable
     from qbe.tagger import tag
 
+    check_sizes(kv_tokens=kv_tokens)
     model = load_skeleton(path)
     config = getattr(model, "config", None)
     dtype = getattr(config, "dtype", None) or torch.bfloat16

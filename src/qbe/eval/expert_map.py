@@ -74,7 +74,7 @@ def draw(table: SiteTable, model: str, path: Path, resident: AtStart | None = No
         QBEError: no nested experts or sensitivities, matplotlib is missing, or the disk refuses.
     """
     layers, use = use_map(table)
-    check_plot(path)
+    check_plot(path, "--experts")
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 

@@ -100,9 +100,9 @@ def pairs_of(
         elif abs(average(record.weight_bits) - average(_bits(policy, profile, budget, table))) > SAME:
             left["outdated"] += 1
         else:
-            kl = None if record.refreshes or record.quality is None else record.quality.get("kl")
+            kl = float("nan") if record.refreshes else scored.divergence(record.quality, record.id)
             place = places.setdefault(tuple(record.weight_bits), len(places))
-            pairs.append(Pair(profile, budget, place, float("nan") if kl is None else float(kl)))
+            pairs.append(Pair(profile, budget, place, kl))
     return pairs, list(places), left
 
 

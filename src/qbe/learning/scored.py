@@ -9,13 +9,14 @@ the averages that the policy has for their budget's range, and at the same mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from qbe.datasets.intervals import interval
+from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
 FEWEST = 50  # scored answers to learn from
@@ -28,6 +29,22 @@ PENALTIES = (1.0, 10.0, 100.0, 1000.0)
 Numbers = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+
+
+def divergence(quality: Any, record: str) -> float:
+    """What `Record.quality` says of an answer's divergence, nats a token; NaN where it was not scored.
+
+    Raises:
+        QBEError: it is no such column.
+    """
+    if quality is None:
+        return float("nan")
+    kl = quality.get("kl") if isinstance(quality, Mapping) else None
+    if not isinstance(kl, int | float) or not np.isfinite(kl):
+        raise QBEError(
+            f"record {record}: quality is {quality!r}, but must be a score with a finite kl; export it again"
+        )
+    return float(kl)
 
 
 def damages(distinct: Sequence[Sequence[int]], table: SiteTable) -> Numbers:
