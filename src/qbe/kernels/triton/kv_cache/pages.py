@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.format.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE, TURBO
+from qbe.format.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE
 from qbe.kernels.triton.kv_cache.blocks import (
     PAGE,
+    QUANTISED_KINDS,
     TURBO2,
     TURBO4,
     bits_of,
@@ -20,6 +21,7 @@ from qbe.kernels.triton.kv_cache.blocks import (
     full_values,
     is_turbo,
     part,
+    quantised_kind,
     row_bytes,
     turbo_levels,
     turbo_mean,
@@ -129,9 +131,8 @@ def _quantise(
 def quantise_kernel(
     memory_ptr, numbers_ptr, head_offsets_ptr, sources_ptr, targets_ptr, layer_words,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, KINDS: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
-    """a page of a head, if it becomes one of these kinds of block"""
     head = tl.program_id(1)
     head_offsets_ptr += tl.program_id(2) * layer_words
     source = tl.load(sources_ptr + tl.program_id(0))
@@ -142,20 +143,20 @@ def quantise_kernel(
     to = tl.multiple_of(target - target % 256 + to_word - to_word % 256, 256)
     kind = to_word % 256
     t = tl.arange(0, PAGE)
-    for i in tl.static_range(len(KINDS)):
-        if kind == KINDS[i]:
-            k = full_keys(numbers_ptr, begin, t < PAGE, KEY_DIM, BK, ITEM)
-            v = full_values(numbers_ptr, begin, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
-            if KINDS[i] == 16:
-                d = tl.arange(0, BK)
-                dv = tl.arange(0, BV)
-                tl.store(numbers_ptr + to // ITEM + t[:, None] * KEY_DIM + d[None, :], k, mask=(d < KEY_DIM)[None, :])
-                at_values = numbers_ptr + to // ITEM + PAGE * KEY_DIM + t[:, None] * VALUE_DIM + dv[None, :]
-                tl.store(at_values, v, mask=(dv < VALUE_DIM)[None, :])
-            else:
-                rotated_k = rotate(k, KEY_DIM)
-                rotated_v = rotate(v, VALUE_DIM)
-                _quantise(rotated_k, rotated_v, memory_ptr, to, KINDS[i], KEY_DIM, VALUE_DIM, BK, BV)
+    k = full_keys(numbers_ptr, begin, t < PAGE, KEY_DIM, BK, ITEM)
+    v = full_values(numbers_ptr, begin, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
+    if kind == 16:
+        d = tl.arange(0, BK)
+        dv = tl.arange(0, BV)
+        tl.store(numbers_ptr + to // ITEM + t[:, None] * KEY_DIM + d[None, :], k, mask=(d < KEY_DIM)[None, :])
+        at_values = numbers_ptr + to // ITEM + PAGE * KEY_DIM + t[:, None] * VALUE_DIM + dv[None, :]
+        tl.store(at_values, v, mask=(dv < VALUE_DIM)[None, :])
+    else:
+        rotated_k = rotate(k, KEY_DIM)
+        rotated_v = rotate(v, VALUE_DIM)
+        for i in tl.static_range(QUANTISED_KINDS):
+            if kind == quantised_kind(i):
+                _quantise(rotated_k, rotated_v, memory_ptr, to, quantised_kind(i), KEY_DIM, VALUE_DIM, BK, BV)
 
 
 @triton.jit
@@ -240,10 +241,6 @@ def _sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, int]:
     }  # fmt: skip
 
 
-KIND_GROUPS = ((16, 8), (4,), (2,), (TURBO | 4,), (TURBO | 2,))
-"""Kinds of block of a launch: one kernel for all of them takes half a minute to compile."""
-
-
 def quantise_pages(
     memory: torch.Tensor,
     head_offsets: torch.Tensor,
@@ -253,11 +250,10 @@ def quantise_pages(
     dtype: torch.dtype,
 ) -> None:
     """See `qbe.kernels.ops.kv_pages.quantise_pages`."""
-    for kinds in KIND_GROUPS:
-        quantise_kernel[(sources.shape[0], shape[0], head_offsets.shape[0])](
-            memory, memory.view(dtype), head_offsets, sources, targets, head_offsets.stride(0),
-            **_sizes(shape, dtype), KINDS=kinds, num_warps=8,
-        )  # fmt: skip
+    quantise_kernel[(sources.shape[0], shape[0], head_offsets.shape[0])](
+        memory, memory.view(dtype), head_offsets, sources, targets, head_offsets.stride(0),
+        **_sizes(shape, dtype), num_warps=4,
+    )  # fmt: skip
 
 
 def read_pages(
