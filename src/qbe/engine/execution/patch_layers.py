@@ -1,7 +1,8 @@
 """On a GPU: in decoder layers a sum and the norm after it run as one launch, also across the border of two layers.
 
-That is done for classes whose forward is, statement by statement, the pre-norm layer that most of transformers' models
-have (`_BODY`). The last sum of a layer is made with the next layer's norm of it, which finds it made already.
+That is done for classes whose forward is, statement by statement, the pre-norm layer of transformers' Llama, which
+Qwen, Mistral, DeepSeek-V3 and many others have, too (`_BODY`). The last sum of a layer is made with the next layer's
+norm of it, which finds it made already.
 """
 
 from __future__ import annotations

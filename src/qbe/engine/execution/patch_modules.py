@@ -22,7 +22,7 @@ from torch import nn
 from qbe.kernels.cpu import build
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.rms_norm import rms_norm
-from qbe.kernels.ops.rotary import rotate_both
+from qbe.kernels.ops.rotary import rotate, rotate_both
 from qbe.store.nested_linears import nested_linears
 from qbe.store.nested_tensor import NestedTensor
 
@@ -161,7 +161,9 @@ def _with_rotary(kind: type[nn.Module], device: torch.device) -> Callable[..., A
         if rest or named or torch.is_grad_enabled() or not served or cos.shape[-1] != q.shape[-1]:
             rotated: tuple[torch.Tensor, torch.Tensor] = plain(q, k, cos, sin, *rest, **named)
             return rotated
-        return rotate_both(q, k, cos, sin)
+        if q.is_cuda:
+            return rotate_both(q, k, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin)  # on a CPU torch calls each without Python in between
 
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 2, 5, 8), (1, 1, 5, 8), (1, 5, 8), (1, 5, 8)
